@@ -255,11 +255,11 @@ class WhatWhereConfig(PreTrainedConfig):
                 "position_encoding that contains 'rope'."
             )
         super().__post_init__(**{key: value for key, value in kwargs.items() if key not in _ROPE_KEYS}, **rope)
-        registry = _sibling("position_registry")
+        plan = _sibling("position_plan")
         # Transformers builds a default configuration, whose encoding a saved folder may lack. Models check again.
-        known = registry is not None and set(self.encoding_names) <= set(registry.POSITION_ENCODINGS)
-        if registry is not None and (known or registry.COMPLETE):
-            self.position_encoding_parameters = registry.check(self)
+        known = plan is not None and set(self.encoding_names) <= set(plan.POSITION_ENCODINGS)
+        if plan is not None and (known or plan.COMPLETE):
+            self.position_encoding_parameters = plan.check(self)
 
     def validate_architecture(self) -> None:
         """Checks the fields against each other; raises ValueError."""

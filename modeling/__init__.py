@@ -23,7 +23,7 @@ from .modeling_whatwhere_llama import (
     WhatWhereLlamaModel,
     WhatWhereLlamaPreTrainedModel,
 )
-from .position_registry import list_position_encodings
+from .position_plan import list_position_encodings
 
 for _config in (WhatWhereGPT2Config, WhatWhereLlamaConfig):
     AutoConfig.register(_config.model_type, _config, exist_ok=True)

@@ -7,6 +7,7 @@ Axes: B batch, H query heads, G key heads, Q query length, K key length, D key w
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -82,3 +83,13 @@ def blockwise_attention_by_autograd(
         arguments = (rows, keys, query[:, :, rows], key[:, :, :keys], value[:, :, :keys])
         blocks.append(checkpoint(attend, *arguments, use_reentrant=False))
     return torch.cat(blocks, dim=2)
+
+
+def autograd_attention_forward(
+    layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, context: Any, **options: Any
+) -> tuple[torch.Tensor, None]:
+    """The implementation `blockwise`, for `attention.attend`, of a layer with a bias that is no `BlockBias`."""
+    settings = {name: options[name] for name in ("scaling", "dropout")}
+    bias = layer.encodings.bias
+    output = blockwise_attention_by_autograd(query, key, value, mask=mask, bias=bias, context=context, **settings)
+    return output.transpose(1, 2).contiguous(), None

@@ -3,19 +3,22 @@
 Axes: B batch, H query heads, G key heads, Q query length, K key length, D head dim, E hidden size.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from transformers.cache_utils import Cache, QuantizedCache
 from transformers.generation.continuous_batching import PagedAttentionCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
 
-from .attention import ALL_ATTENTION_FUNCTIONS, eager_attention_forward
-from .forward_arguments import CACHE, takes_cache
+from .attention_choice import choose_attention
+from .forward_arguments import CACHE, one_cache
 from .position_base import PositionContext
-from .position_registry import AttentionOptions, PositionEncodings
+from .position_modules import PositionEncodings
+from .position_registry import PARTS
 
 
 class AttentionBlock(nn.Module):
@@ -32,7 +35,10 @@ class AttentionBlock(nn.Module):
         self.num_heads = config.num_attention_heads
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         self.encodings = PositionEncodings(config, layer_idx)
-        self.options = AttentionOptions(config) if config.attention_options else None
+        self.options = PARTS["options"](config) if config.attention_options else None
+        self._chosen_for: tuple[Any, Any] = (None, None)
+        if config._attn_implementation is not None:
+            self.attention_function(ALL_ATTENTION_FUNCTIONS)
 
     def project(self, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Returns queries (B, H, Q, D), keys and values (B, G, Q, D) of hidden states (B, Q, E)."""
@@ -42,13 +48,25 @@ class AttentionBlock(nn.Module):
         """Returns the output of all heads, (B, Q, H * D), as hidden states (B, Q, E)."""
         raise NotImplementedError
 
-    @takes_cache
+    def attention_function(self, table: AttentionInterface) -> Callable[..., Any]:
+        """Returns the attention function. Chosen again if the implementation, or its entry in the table, changed."""
+        name, (chosen, function) = self.config._attn_implementation, self._chosen_for
+        given = table._local_mapping.get(name, table._global_mapping.get(name))
+        if name != chosen or given is not function:
+            attention = choose_attention(self, name, given)
+            if torch.compiler.is_compiling():
+                # A graph does not change the layer.
+                return attention
+            self._attention, self._chosen_for = attention, (name, given)
+        return self._attention
+
     def forward(
         self,
         hidden_states: torch.Tensor,
         position_context: PositionContext,
         attention_mask: torch.Tensor | None = None,
         cache: Cache | None = None,
+        past_key_values: Cache | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         query, key, value = self.project(hidden_states)
@@ -56,9 +74,13 @@ class AttentionBlock(nn.Module):
         if self.options is not None:
             query, key = self.options.normed(query, key, context)
         context.query, context.key = query, key
-        query, key = self.encodings.before_cache(query, key, context)
+        for part in self.encodings.hooks["before_cache"]:
+            query, key = part.before_cache(query, key, context)
+        if past_key_values is not None:
+            cache = one_cache(cache, past_key_values)
         key, value = self.update_cache(hidden_states, key, context, cache, kwargs)
-        attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        # Engines look for this table, and for `scaling=self.`, in the source of `forward`.
+        attention = self.attention_function(ALL_ATTENTION_FUNCTIONS)
         dropout = self.dropout if self.training else 0.0
         output, weights = attention(
             self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, context=context, **kwargs
@@ -98,7 +120,8 @@ class AttentionBlock(nn.Module):
         States are cached in additional channels of the keys. Raises ValueError for a cache that cannot hold them.
         `kwargs` are those of the attention function; continuous batching describes its pages in them.
         """
-        states, value = self.encodings.cached_state(hidden, key, context), context.value
+        value, parts = context.value, self.encodings.hooks["cached_state"]
+        states = {part.name: part.cached_state(hidden, key, context) for part in parts}
         if self.options is not None:
             states |= self.options.cached_state(hidden, key.dtype)
         if isinstance(cache, PagedAttentionCache):

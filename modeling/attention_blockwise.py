@@ -1,8 +1,8 @@
-"""Softmax attention in blocks of query rows, with position terms in the logits: memory O(T * block), plain PyTorch.
+"""Softmax attention in blocks of query rows, with biases on the logits: memory O(T * block), plain PyTorch.
 
-Computes `softmax(scaling * q.k + terms) v` for a block of query rows at a time, keeps only the output and the
-log-sum-exp of each row, and recomputes the block in the backward pass. What an encoding adds to the logits is a `Term`,
-with its gradient written by hand, in the file of the encoding. Any other bias goes through `attention_autograd`.
+Computes `softmax(scaling * q.k + bias) v` for a block of query rows at a time, keeps only the output and the
+log-sum-exp of each row, and recomputes the block in the backward pass. The bias of an encoding is a `BlockBias`, with
+its gradient written by hand, in the file of the encoding. Other biases go through `attention_autograd`.
 
 Supports: causal attention with rows aligned to the end (query row i has key slot K - Q + i), grouped heads (query
 head h uses key head h // (H // G)), padding, packed documents, arbitrary 4D masks, dropout, key width different from
@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from .attention_mask import causal_mask, dense_mask, is_ranges
 from .kernel_operator import Operator, check_shapes
 
-# Far below every logit, and far from overflow when terms are added. -inf would give NaN in fully masked rows.
+# Far below every logit, and far from overflow when biases are added. -inf would give NaN in fully masked rows.
 MASKED = -1e30
 
 # Attention weights below exp(NEGLIGIBLE), 2^-80, are 0 where many are: next to 1 they are nothing in any type, and what
@@ -65,7 +65,7 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def decides_by_data(device: torch.device) -> bool:
-    """Whether tensors may decide what is computed: to read one, a CPU would wait for a GPU, in every block."""
+    """Returns True if the values of tensors may decide what is computed: on a CPU. A GPU would be waited for."""
     return device.type == "cpu"
 
 
@@ -107,20 +107,20 @@ class Block:
     additive: torch.Tensor | None
 
 
-# Subclasses of `Term`, by name: an operator takes no classes.
-TERMS: dict[str, type["Term"]] = {}
+# Subclasses of `BlockBias`, by name: an operator takes no classes.
+BLOCK_BIASES: dict[str, type["BlockBias"]] = {}
 
 
-class Term:
+class BlockBias:
     """A bias with its gradient. One instance is used for one forward or one backward pass.
 
     Attributes of the class:
         name: unique.
-        reads_content: True if `add` reads the content logits. Such a term comes first, because the logits are changed
+        reads_content: True if `add` reads the content logits. Such a bias comes first, because the logits are changed
             in place.
         fades: True if it makes the logits of most keys so low that their weights are negligible.
-        softmax: False if weights are exp(logits), not normalised; the term is then the only one, and has `window`.
-        differentiable: for each tensor of the term, whether it gets a gradient; optional tensors come last.
+        softmax: False if weights are exp(logits), not normalised; the bias is then the only one, and has `logits`.
+        differentiable: for each tensor of the bias, whether it gets a gradient; optional tensors come last.
     """
 
     name: ClassVar[str] = ""
@@ -131,7 +131,7 @@ class Term:
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        TERMS[cls.name] = cls
+        BLOCK_BIASES[cls.name] = cls
 
     @staticmethod
     def bias(content: torch.Tensor, query: torch.Tensor, tensors: Sequence, settings: Sequence) -> torch.Tensor:
@@ -140,7 +140,7 @@ class Term:
         Args:
             content: (B, H, Q, K) scaled content logits in the compute type, very negative where masked.
             query: (B, H, Q, D).
-            tensors: the tensors of the `Bias`.
+            tensors: those of `BiasInputs`.
             settings: its settings.
         """
         raise NotImplementedError
@@ -152,19 +152,23 @@ class Term:
         self.attention = weakref.proxy(attention)
         # What `backward` needs of the last block.
         self.state: tuple[torch.Tensor, ...] = ()
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Makes what all blocks need, from `tensors`, `settings` and `attention`."""
 
     def add(self, logits: torch.Tensor, block: Block, *, keep: bool) -> None:
         """Adds the contribution to `logits` (C, n, R, W) in place; keeps what `backward` needs if `keep`."""
         raise NotImplementedError
 
-    def window(self, block: Block, *, keep: bool) -> tuple[Block, torch.Tensor, torch.Tensor]:
+    def logits(self, block: Block, *, keep: bool) -> tuple[Block, torch.Tensor, torch.Tensor]:
         """Returns the block up to where weights are negligible, its logits, and a number of each row (C, n, R)."""
         raise NotImplementedError
 
     def backward(self, grad: torch.Tensor, block: Block) -> torch.Tensor | None:
-        """Takes the gradient of the logits of the last `add`, adds the term's own gradients to its accumulators.
+        """Takes the gradient of the logits of the last `add`, adds the bias's own gradients to its accumulators.
 
-        Adds to `grad` (C, n, R, W), in place, the gradient of the content logits through the term. Every row of `grad`
+        Adds to `grad` (C, n, R, W), in place, the gradient of the content logits through the bias. Every row of `grad`
         sums to 0, as gradients of a softmax do. Returns the gradient of the query rows (C, n, R, D), or None.
         """
         raise NotImplementedError
@@ -174,39 +178,39 @@ class Term:
         return []
 
 
-class Bias(NamedTuple):
-    """One encoding's contribution to the attention logits.
+class BiasInputs(NamedTuple):
+    """The bias of one encoding in one call.
 
     Attributes:
-        term: the class that computes it.
+        kind: the class that computes it.
         tensors: the tensors it needs (tables, slopes, positions); gradients are returned for those that require them.
         settings: numbers.
     """
 
-    term: type[Term]
+    kind: type[BlockBias]
     tensors: tuple[torch.Tensor, ...]
     settings: tuple[float, ...] = ()
 
 
 def _unpack(
-    terms: str, counts: Sequence[int], tensors: Sequence[Any], settings: Sequence[float]
-) -> list[tuple[type[Term], Sequence[Any], Sequence[float]]]:
+    names: str, counts: Sequence[int], tensors: Sequence[Any], settings: Sequence[float]
+) -> list[tuple[type[BlockBias], Sequence[Any], Sequence[float]]]:
     """Returns the class, tensors and settings of each bias, from the flat arguments of an operator.
 
-    terms: names, joined by "+". counts: for each term, how many tensors and how many settings it has.
+    names: of the biases, joined by "+". counts: for each, how many tensors and how many settings it has.
     """
     found = []
-    for index, name in enumerate(terms.split("+") if terms else ()):
+    for index, name in enumerate(names.split("+") if names else ()):
         tensor_count, setting_count = counts[2 * index : 2 * index + 2]
-        found.append((TERMS[name], tensors[:tensor_count], settings[:setting_count]))
+        found.append((BLOCK_BIASES[name], tensors[:tensor_count], settings[:setting_count]))
         tensors, settings = tensors[tensor_count:], settings[setting_count:]
     return found
 
 
 def _tensors(given: Sequence[Any]) -> tuple[Any, ...]:
-    """Returns query, key, value, mask, seed and the tensors of all terms, from those of the operator.
+    """Returns query, key, value, mask, seed and the tensors of all biases, from those of the operator.
 
-    These are query, key, value, the tensors of the terms with None for those without gradients, the others, and None
+    These are query, key, value, the tensors of the biases with None for those without gradients, the others, and None
     for the first, mask, and seed.
     """
     query, key, value, *tensors, mask, seed = given
@@ -242,7 +246,7 @@ class _Attention:
 
     def __init__(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None,
-        biases: Sequence[tuple[type[Term], Sequence[torch.Tensor], Sequence[float]]], seed: torch.Tensor | None,
+        biases: Sequence[tuple[type[BlockBias], Sequence[torch.Tensor], Sequence[float]]], seed: torch.Tensor | None,
         scaling: float, dropout: float, block_size: int,
     ) -> None:  # fmt: skip
         self.B, self.H, self.Q, self.D = query.shape
@@ -267,10 +271,10 @@ class _Attention:
         # Adding is faster than filling.
         self.future_logits = self.future.to(self.dtype) * MASKED
         self._prepare_mask(mask)
-        self.terms = [term(tensors, settings, self) for term, tensors, settings in biases]
-        self.fades = any(term.fades for term in self.terms)
-        # A term without a softmax is alone.
-        self.softmax = all(term.softmax for term in self.terms)
+        self.biases = [kind(tensors, settings, self) for kind, tensors, settings in biases]
+        self.fades = any(bias.fades for bias in self.biases)
+        # A bias without a softmax is alone.
+        self.softmax = all(bias.softmax for bias in self.biases)
         # The gradient of the rows' numbers, (N, n, Q).
         self.grad_numbers: torch.Tensor | None = None
         size = self.chunk * self.n * self.block_size * self.K
@@ -392,12 +396,12 @@ class _Attention:
         return logits
 
     def logits(self, block: Block, *, keep: bool) -> tuple[Block, torch.Tensor, Any]:
-        """Returns a block, perhaps with fewer keys, its logits with terms, and what `Term.window` adds, or None."""
+        """Returns a block, perhaps with fewer keys, its logits, and the third result of `BlockBias.logits` or None."""
         if not self.softmax:
-            return self.terms[0].window(block, keep=keep)
+            return self.biases[0].logits(block, keep=keep)
         logits = self.content(block)
-        for term in self.terms:
-            term.add(logits, block, keep=keep)
+        for bias in self.biases:
+            bias.add(logits, block, keep=keep)
         return block, logits, None
 
     def exponentials(self, logits: torch.Tensor, block: Block) -> torch.Tensor:
@@ -418,16 +422,16 @@ def _without_autocast(device: torch.device) -> torch.autocast:
 
 
 def _forward(
-    given: Sequence[Any], terms: str, counts: Sequence[int], settings: Sequence[float], block_size: int,
+    given: Sequence[Any], names: str, counts: Sequence[int], settings: Sequence[float], block_size: int,
     scaling: float, dropout: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     query, key, value, mask, seed, tensors = _tensors(given)
     with torch.no_grad(), _without_autocast(query.device):
-        biases = _unpack(terms, counts, tensors, settings)
+        biases = _unpack(names, counts, tensors, settings)
         attention = _Attention(query, key, value, mask, biases, seed, scaling, dropout, block_size)
         B, H, Q, V = attention.B, attention.H, attention.Q, attention.V
         out = query.new_zeros(B, H, Q, V)
-        # exp(logit - lse) must be 0 in rows that see nothing, and nothing of their stick is broken.
+        # For rows that see nothing: exp(logit - lse) is 0 with this log-sum-exp. Without softmax, the remainder is 1.
         nothing = -MASKED if attention.softmax else 1.0
         numbers = torch.full((B, H, Q), nothing, dtype=attention.dtype, device=query.device)
         out_view, numbers_view = out.view(attention.N, attention.n, Q, V), numbers.view(attention.N, attention.n, Q)
@@ -456,12 +460,12 @@ def _forward(
 
 
 def _backward(
-    grads: Sequence[Any], given: Sequence[Any], results: Sequence[torch.Tensor], terms: str, counts: Sequence[int],
+    grads: Sequence[Any], given: Sequence[Any], results: Sequence[torch.Tensor], names: str, counts: Sequence[int],
     settings: Sequence[float], block_size: int, scaling: float, dropout: float,
 ) -> list[torch.Tensor]:  # fmt: skip
     (query, key, value, mask, seed, tensors), (out, lse), (grad, grad_numbers) = _tensors(given), results, grads
     with torch.no_grad(), _without_autocast(query.device):
-        biases = _unpack(terms, counts, tensors, settings)
+        biases = _unpack(names, counts, tensors, settings)
         attention = _Attention(query, key, value, mask, biases, seed, scaling, dropout, block_size)
         N, n, Q, K, D, V = attention.N, attention.n, attention.Q, attention.K, attention.D, attention.V
         dtype = attention.dtype
@@ -496,10 +500,10 @@ def _backward(
             if attention.softmax:
                 grad_logits.sub_(delta[chunk, :, block.rows, None])
             grad_logits.mul_(weights)
-            from_terms = [term.backward(grad_logits, block) for term in reversed(attention.terms)]
+            from_biases = [bias.backward(grad_logits, block) for bias in reversed(attention.biases)]
             grad_logits = grad_logits.view(C, n * R, W).to(query.dtype)
             rows = _product(grad_logits, key_part).mul_(scaling).view(C, n, R, D)
-            for part in from_terms:
+            for part in from_biases:
                 if part is not None:
                     rows.add_(part)
             grad_query[chunk, :, block.rows] = rows
@@ -510,13 +514,13 @@ def _backward(
             _reversed(grad_key.mul_(scaling).view(key.shape), key.shape).to(key.dtype),
             _reversed(grad_value.view(value.shape), value.shape).to(value.dtype),
         ]
-        for term in attention.terms:
-            tables = [tensor for tensor, wanted in zip(term.tensors, term.differentiable) if wanted]
-            gradients += [part.to(table.dtype) for part, table in zip(term.gradients(), tables)]
+        for bias in attention.biases:
+            tables = [tensor for tensor, wanted in zip(bias.tensors, bias.differentiable) if wanted]
+            gradients += [part.to(table.dtype) for part, table in zip(bias.gradients(), tables)]
         return gradients
 
 
-_SETTINGS = "str terms, int[] counts, float[] settings, int block_size, float scaling, float dropout"
+_SETTINGS = "str names, int[] counts, float[] settings, int block_size, float scaling, float dropout"
 _attention = Operator("blockwise", _SETTINGS, _forward, _backward)
 
 
@@ -591,12 +595,12 @@ def blockwise_attention(
     *,
     mask: torch.Tensor | None = None,
     scaling: float,
-    biases: Sequence[Bias] = (),
+    biases: Sequence[BiasInputs] = (),
     dropout: float = 0.0,
     block_size: int | None = None,
     direct: bool | None = None,
 ) -> torch.Tensor:
-    """Softmax attention with position terms, in memory proportional to the length.
+    """Softmax attention with biases on the logits, in memory proportional to the length.
 
     On a GPU nothing waits for the device, so that it can be part of a CUDA graph, without dropout.
 
@@ -617,18 +621,26 @@ def blockwise_attention(
         (B, H, Q, V) in the type of the query.
     """
     check_inputs(query, key, value, mask)
-    for position, (term, *_) in enumerate(biases):
-        if term.reads_content and position > 0:
+    for position, (kind, *_) in enumerate(biases):
+        if kind.reads_content and position > 0:
             raise ValueError(
-                f"biases={[bias.term.name for bias in biases]!r} is not valid: {term.name!r} reads the content logits, "
+                f"biases={[bias.kind.name for bias in biases]!r} is not valid: {kind.name!r} reads the content logits, "
                 "so it must come first."
             )
     query, key, value = autocast_inputs(query, key, value)
+    return _blockwise(query, key, value, mask, scaling, biases, dropout, block_size, direct)
+
+
+def _blockwise(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: float,
+    biases: Sequence[BiasInputs], dropout: float, block_size: int | None, direct: bool | None,
+) -> torch.Tensor:  # fmt: skip
+    """`blockwise_attention` of inputs that are known to be valid."""
     if direct or (direct is None and query.shape[2] <= DIRECT_ROWS):
 
         def weigh(logits: torch.Tensor) -> torch.Tensor:
-            added = sum(term.bias(logits, query, tensors, settings) for term, tensors, settings in biases)
-            return torch.softmax(logits + added, -1)
+            bias = sum(kind.bias(logits, query, tensors, settings) for kind, tensors, settings in biases)
+            return torch.softmax(logits + bias, -1)
 
         return direct_attention(query, key, value, mask, scaling, weigh, dropout)[0]
     return attend_in_blocks(query, key, value, mask, scaling, biases, dropout, block_size)[0]
@@ -640,7 +652,7 @@ def attend_in_blocks(
     value: torch.Tensor,
     mask: torch.Tensor | None,
     scaling: float,
-    biases: Sequence[Bias],
+    biases: Sequence[BiasInputs],
     dropout: float,
     block_size: int | None,
 ) -> list[torch.Tensor]:
@@ -648,10 +660,10 @@ def attend_in_blocks(
     tensors = [tensor for bias in biases for tensor in bias.tensors]
     counts = [count for bias in biases for count in (len(bias.tensors), len(bias.settings))]
     settings = [float(number) for bias in biases for number in bias.settings]
-    names = "+".join([bias.term.name for bias in biases])
+    names = "+".join([bias.kind.name for bias in biases])
     seed = torch.randint(1 << 62, (1,), dtype=torch.int64) if dropout > 0 else None
     rows = block_size or block_rows(query.device)
-    wanted = [one for bias in biases for one in bias.term.differentiable[: len(bias.tensors)]]
+    wanted = [one for bias in biases for one in bias.kind.differentiable[: len(bias.tensors)]]
     first = [tensor if one else None for tensor, one in zip(tensors, wanted)]
     others = [None if one else tensor for tensor, one in zip(tensors, wanted)]
     arguments = (names, counts, settings, rows, scaling, dropout)
@@ -665,15 +677,17 @@ def autocast_inputs(*states: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(state.to(torch.get_autocast_dtype(device)) for state in states)
 
 
-def blockwise_path(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, context: Any, **options: Any
+def biases_of(encodings: Any, context: Any, scaling: float) -> list[BiasInputs]:
+    """Returns the biases of a layer's encodings, all of which have a `BlockBias`."""
+    return [BiasInputs(part.block_bias, *part.bias_inputs(context, scaling)) for part in encodings.hooks["bias"]]
+
+
+def blockwise_attention_forward(
+    layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, context: Any, **options: Any
 ) -> tuple[torch.Tensor, None]:
-    """The implementation `blockwise`, for queries and keys after `after_cache`; see `attention`."""
-    parts, given = module.encodings.hooks["bias"], {name: options[name] for name in ("scaling", "dropout")}
-    if all(part.term is not None for part in parts):
-        biases = [Bias(part.term, *part.term_inputs(context, options["scaling"])) for part in parts]
-        output = blockwise_attention(query, key, value, mask=mask, biases=biases, **given)
-    else:
-        attend = module.encodings.attention_by_autograd
-        output = attend(query, key, value, mask=mask, bias=module.encodings.bias, context=context, **given)
+    """The implementation `blockwise`, for `attention.attend`, of a layer whose biases are all `BlockBias`es."""
+    scaling = options["scaling"]
+    biases = biases_of(layer.encodings, context, scaling)
+    query, key, value = autocast_inputs(query, key, value)
+    output = _blockwise(query, key, value, mask, scaling, biases, options["dropout"], None, None)
     return output.transpose(1, 2).contiguous(), None

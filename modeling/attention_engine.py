@@ -12,46 +12,39 @@ from typing import Any
 import torch
 from torch import nn
 from transformers.masking_utils import AttentionMaskInterface
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 _USE = "Use 'none', 'absolute', 'sinusoidal', 'rope' or"
 _STOCK = "transformers.integrations."
 _NAMES = ("eager", "sdpa", "flex_attention", "auto", "blockwise", "triton")
 
 
-class AttentionFunctions(AttentionInterface):
-    """Own functions by name, and those in Transformers' table; of a name in both, the one that an engine put there."""
-
-    def __getitem__(self, name: str) -> Any:
-        given = ALL_ATTENTION_FUNCTIONS._local_mapping.get(name, AttentionInterface._global_mapping.get(name))
-        if name in self._local_mapping and getattr(given, "__module__", _STOCK).startswith(_STOCK):
-            return self._local_mapping[name]
-        return _foreign(name, ALL_ATTENTION_FUNCTIONS[name])
+def is_stock(function: Any) -> bool:
+    """Returns True for Transformers' own attention functions, and for None."""
+    return function is None or getattr(function, "__module__", _STOCK).startswith(_STOCK)
 
 
-def _foreign(name: str, function: Any) -> Any:
-    """Returns a function in Transformers' table with the interface of `attention`."""
-
-    def attention_forward(
-        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, context: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        encoding, encodings = module.config.position_encoding, module.encodings
-        if encodings.default != "sdpa" or (encodings.hooks["after_cache"] and name in _NAMES):
-            raise ValueError(
-                f"An engine replaced attn_implementation={name!r} (sequence parallelism does), which does not support "
-                f"position_encoding={encoding!r} then. {_USE} train without it."
-            )
-        query, key = encodings.after_cache(query, key, context)
-        _check_cache(module, name, query, key, kwargs.get("attention_instances") or {})
-        width = query.shape[-1]
-        # Engines expect one width.
-        padded = nn.functional.pad(value, (0, width - value.shape[-1])) if value.shape[-1] < width else value
-        output, weights = function(module, query, key, padded, mask, **kwargs)
-        # Some return (B * Q, H * V).
-        output = output.reshape(query.shape[0], query.shape[2], query.shape[1], -1)
-        return output[..., : value.shape[-1]], weights
-
-    return attention_forward
+def engine_attention_forward(
+    name: str, function: Any, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any,
+    context: Any, **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """Attention by a function in Transformers' table, under this name. For the other arguments see `attention`."""
+    encoding, encodings = layer.config.position_encoding, layer.encodings
+    if encodings.default != "sdpa" or (encodings.hooks["after_cache"] and name in _NAMES):
+        raise ValueError(
+            f"An engine replaced attn_implementation={name!r} (sequence parallelism does), which does not support "
+            f"position_encoding={encoding!r} then. {_USE} train without it."
+        )
+    for part in encodings.hooks["after_cache"]:
+        query, key = part.after_cache(query, key, context)
+    _check_cache(layer, name, query, key, options.get("attention_instances") or {})
+    width = query.shape[-1]
+    # Engines expect one width.
+    padded = nn.functional.pad(value, (0, width - value.shape[-1])) if value.shape[-1] < width else value
+    output, weights = function(layer, query, key, padded, mask, **options)
+    # Some return (B * Q, H * V).
+    output = output.reshape(query.shape[0], query.shape[2], query.shape[1], -1)
+    return output[..., : value.shape[-1]], weights
 
 
 def _check_cache(module: Any, name: str, query: torch.Tensor, key: torch.Tensor, layers: dict) -> None:

@@ -1,4 +1,4 @@
-"""Attention by PyTorch's own functions, `sdpa` and `flex_attention`, as Transformers calls them.
+"""Attention by PyTorch's own functions, `sdpa` and `flex_attention`, as Transformers calls them; for `attend`.
 
 Axes: B batch, H query heads, G key heads (H % G == 0), Q query length, K key length, D head dim, V value width.
 """
@@ -9,22 +9,48 @@ import torch
 from transformers.integrations.flex_attention import flex_attention_forward as stock_flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward as stock_sdpa_attention_forward
 
+from .attention_mask import dense_mask, is_ranges
 
-def sdpa_path(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, context: Any, **options: Any
+# On a CPU, attention gets a mask for this number of rows at a time.
+CPU_ROWS = 128
+
+
+def sdpa_attention_forward(
+    layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, context: Any, **options: Any
 ) -> tuple[torch.Tensor, None]:
     """Transformers' `sdpa`; a bias is materialised into the mask (B, H, Q, K).
 
     A mask of None has Transformers' meaning: one row attends to all keys, several are causal and aligned to the
-    beginning of the keys.
+    beginning of the keys. From `auto` it may be ranges, see `attention_mask`.
     """
-    encodings = module.encodings
+    if mask is None or not is_ranges(mask):
+        return _sdpa(layer, query, key, value, mask, context, **options)
+    Q = query.shape[2]
+    if query.device.type != "cpu" or torch.compiler.is_compiling():
+        return _sdpa(layer, query, key, value, dense_mask(mask, Q), context, **options)
+    # A mask for all rows would take memory for 5 B Q K bytes, and what it hides would be computed.
+    outputs = []
+    for start in range(0, Q, CPU_ROWS):
+        rows = slice(start, min(start + CPU_ROWS, Q))
+        # Rows of padding see nothing, and attention needs a key.
+        first, last = int(mask[:, :, rows, 0].min()), int(mask[:, :, rows, 1].max())
+        keys = slice(min(first, key.shape[2] - 1), max(first + 1, last))
+        dense = dense_mask(torch.cat((mask[:, :, rows], mask[:, :, Q:]), dim=2), rows.stop - rows.start)
+        part = query[:, :, rows], key[:, :, keys], value[:, :, keys], dense[..., keys]
+        outputs.append(_sdpa(layer, *part, context, **options)[0])
+    return torch.cat(outputs, dim=1), None
+
+
+def _sdpa(
+    layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, context: Any, **options: Any
+) -> tuple[torch.Tensor, None]:
+    encodings = layer.encodings
     rows, keys = query.shape[2], key.shape[2]
     if encodings.hooks["bias"]:
         if mask is None:
             mask = query.new_ones(rows, keys, dtype=torch.bool).tril_(keys - 1 if rows == 1 else 0)[None, None]
         logits = _no_logits(query, key)
-        if encodings.bias_reads_mask:
+        if any(part.bias_reads == "mask" for part in encodings.hooks["bias"]):
             masked = torch.finfo(torch.float32).min
             logits = torch.where(mask, 0.0, masked) if mask.dtype == torch.bool else mask.float()
         bias = encodings.bias(logits, query, context, options["scaling"]).to(query.dtype)
@@ -32,19 +58,19 @@ def sdpa_path(
         mask = torch.where(mask, bias, lowest) if mask.dtype == torch.bool else mask + bias
     # For one row, padding all cached values would take longer than the attention.
     padded = value if rows == 1 else _pad_value(key, value)
-    output, _ = stock_sdpa_attention_forward(module, query, key, padded, mask, **options)
+    output, _ = stock_sdpa_attention_forward(layer, query, key, padded, mask, **options)
     return output[..., : value.shape[-1]], None
 
 
-def flex_path(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, context: Any, **options: Any
+def flex_attention_forward(
+    layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, context: Any, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Transformers' `flex_attention`; a bias is materialised (B, H, Q, K) and added by its score function."""
-    if module.encodings.hooks["bias"]:
-        bias = module.encodings.bias(_no_logits(query, key), query, context, options["scaling"]).to(query.dtype)
+    if layer.encodings.hooks["bias"]:
+        bias = layer.encodings.bias(_no_logits(query, key), query, context, options["scaling"]).to(query.dtype)
         # Broadcast dimensions would be read out of bounds.
         options["position_bias"] = bias.expand(query.shape[0], query.shape[1], -1, -1).contiguous()
-    output, weights = stock_flex_attention_forward(module, query, key, _pad_value(key, value), mask, **options)
+    output, weights = stock_flex_attention_forward(layer, query, key, _pad_value(key, value), mask, **options)
     return output[..., : value.shape[-1]], weights
 
 

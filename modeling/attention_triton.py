@@ -90,6 +90,21 @@ def check_available(config: Any, others: list[str]) -> None:
     raise ValueError(f'attn_implementation="triton" {problem}. Allowed here: {", ".join(map(repr, others))}.')
 
 
+def run_kernel(
+    encodings: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context: Any, **options: Any
+) -> torch.Tensor:
+    """Returns the output (B, H, Q, D) of the kernel of a layer's encodings; see `PositionEncoding.kernel`."""
+    # The first encoding of a sum gets what the others add.
+    for part in reversed(encodings.hooks["kernel"]):
+        found = part.kernel(query, key, value, context, **options)
+        if isinstance(found, torch.Tensor):
+            return found
+        options |= found
+    from .kernel_bias import plain_attention
+
+    return plain_attention(query, key, value, **options)
+
+
 def kernel_attention(
     layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ranges: Any, context: Any, options: dict
 ) -> torch.Tensor:
@@ -99,7 +114,7 @@ def kernel_attention(
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     given = {"ranges": ranges, "scaling": options["scaling"], "dropout": options.get("dropout", 0.0)}
-    return layer.encodings.kernel(query, key, value, context, **given).transpose(1, 2).contiguous()
+    return run_kernel(layer.encodings, query, key, value, context, **given).transpose(1, 2).contiguous()
 
 
 def triton_attention_forward(
@@ -125,6 +140,14 @@ def auto_kernel(
     layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, context: Any, options: dict
 ) -> torch.Tensor | None:
     """Returns the output of the layer's kernel for attn_implementation="auto", or None where it is not used."""
-    if not runs_by_default(query.device) or layer.encodings.kernel_name is None or unsupported(query, mask):
+    if not runs_by_default(query.device) or unsupported(query, mask):
         return None
     return kernel_attention(layer, query, key, value, mask, context, options)
+
+
+class TritonAttention:
+    """What other files use of this one; a saved folder may have none of it."""
+
+    forward = staticmethod(triton_attention_forward)
+    kernel = staticmethod(auto_kernel)
+    check_available = staticmethod(check_available)

@@ -21,9 +21,10 @@ import transformers
 from transformers.generation.continuous_batching import ContinuousMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from .attention_choice import supported_implementations
 from .attention_engine import batch_dependence
 from .forward_arguments import CACHE
-from .position_registry import max_length, supported_implementations
+from .position_plan import max_length
 from .pretrained_model import minor_version, refusal
 
 # Sequences of up to so many tokens are one group; longer ones only with those at least half as long.

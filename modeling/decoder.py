@@ -18,9 +18,10 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from .attention_choice import supported_implementations
+from .attention_mask import is_ranges
 from .forward_arguments import CACHE, CachedLayer, check_keywords, takes_cache
 from .position_base import PositionContext
-from .position_registry import is_ranges, supported_implementations
 from .pretrained_model import refusal
 
 

@@ -18,7 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import TransformersKwargs
 
-from .position_registry import supported_implementations
+from .attention_choice import supported_implementations
 
 # The name of the cache in the installed version.
 CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
@@ -51,7 +51,7 @@ def takes_cache(forward: Callable) -> Callable:
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         old = kwargs.pop("past_key_values", None)
         if old is not None:
-            kwargs["cache"] = _one_of(kwargs.get("cache"), old)
+            kwargs["cache"] = one_cache(kwargs.get("cache"), old)
         return forward(*args, **kwargs)
 
     shown = [p.replace(name=CACHE) if name == "cache" else p for name, p in signature.parameters.items()]
@@ -66,11 +66,11 @@ class CachedLayer(GradientCheckpointingLayer):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = [kwargs.pop(name) for name in _NAMES if kwargs.get(name) is not None]
         if given:
-            kwargs[CACHE] = given[0] if len(given) == 1 else _one_of(*given)
+            kwargs[CACHE] = given[0] if len(given) == 1 else one_cache(*given)
         return super().__call__(*args, **kwargs)
 
 
-def _one_of(cache: Any, old: Any) -> Any:
+def one_cache(cache: Any, old: Any) -> Any:
     """Returns the cache of a call with both names: PEFT's prefix tuning gives a filled one beside an empty one."""
     if cache is None or cache is old:
         return old

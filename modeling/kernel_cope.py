@@ -16,22 +16,20 @@ Backward, with dL_ij the gradient of logit ij:
 4. `_window_rows` walks left to right: positions are `total` minus a running sum of gates, in fixed point. That is exact
    if the gates are those of the forward pass. Other tiles or matrix instructions can round them differently: positions
    are then a few units of the last place off, so they are clamped on both sides. The gradient of a gate is the running
-   sum of the gradients of the positions left of it. The kernel writes dq, and for every key block what
-   `_window_columns` needs to begin there: the count and the running gradient at its left edge ("carries").
+   sum of the gradients of the positions left of it. The kernel writes dq, and for every row and key block the count
+   and the running gradient at the left edge of the block, from which `_window_columns` continues.
 5. The gradient of z needs no atomics. Along a row, floor(p) falls by at most 1 from key to key, so each level n is
    one run of keys, and prefix sums of dL and of dL * fraction, stored where a run ends, give the sums over runs as
    differences (`grad_values`). The gradient of the table, and its part of dq, are products.
 6. `_window_columns` gives dk and dv of the window, block by block, in a fixed order: the result is deterministic.
 7. `kernel_flash` adds the gradients of the plain part.
 
-Steps 1, 4, 5 and 6 run over chunks of rows, so that z, the prefix sums and the carries (one pair per row and key block,
-which would be quadratic) stay within a budget proportional to the size of the query.
+Steps 1, 4, 5 and 6 run over chunks of rows, so that z, the prefix sums and the numbers at the edges of key blocks (a
+pair per row and block: quadratic for all rows) stay within a budget proportional to the size of the query.
 
 All programs are along the first axis of a grid: the others have at most 65,535.
 
 Closed gates never reach P - 1: then the window is the whole row, correct and slower.
-
-With knots (CoPE_MLP) z_i is linear between these, not between integers: see `kernel_knots`.
 
 Axes: B batch, H query heads, G key heads (query head h uses key head h // (H // G)), Q query rows, K keys, D head dim,
 P positions.
@@ -61,19 +59,18 @@ from .kernel_flash import (
     seen_keys,
     softmax_step,
 )
-from .kernel_knots import UNWRITTEN, check_knots, fill_skipped, knot_left, knot_piece, knots_argument
 from .kernel_launch import MASKED, Tiles, block_width, dot, heads, launch, load, pointer, precision, store, tl, triton
-from .kernel_operator import Operator, empty_results
-from .kernel_terms import (
-    added_bias,
-    added_gradient,
-    added_rows,
-    check_added,
+from .kernel_logits import (
+    bias_gradient,
+    bias_rows,
+    bias_values,
+    check_bias,
     decay_argument,
     relative_argument,
     relative_gradients,
     store_last,
 )
+from .kernel_operator import Operator, empty_results
 
 # The log-sum-exp of a row that saw nothing: exp(logit - lse) is 0.
 NOTHING = tl.constexpr(1e30)
@@ -117,22 +114,26 @@ def _counts(gates, counted, BITS: tl.constexpr):
 
 @triton.jit
 def _triangle(like, BLOCK_N: tl.constexpr, NEWER: tl.constexpr):
-    """Ones where a sum over a block of keys includes a key: those up to it, or, with NEWER, those from it on.
+    """A triangular matrix of ones, (BLOCK_N, BLOCK_N): x @ triangle is the running sum along the rows of x.
 
-    Products with it are running sums that stay in the layout of the logits.
+    Column j sums the keys up to j, or with NEWER the keys from j on. A product leaves the sums in the layout of the
+    logits, which a scan would not.
     """
     keys = tl.arange(0, BLOCK_N)
     if NEWER:
-        included = keys[:, None] >= keys[None, :]
+        ones = keys[:, None] >= keys[None, :]
     else:
-        included = keys[:, None] <= keys[None, :]
-    # By way of float32: the interpreter takes a bool for the bits of a bfloat16.
-    return included.to(tl.float32).to(like)
+        ones = keys[:, None] <= keys[None, :]
+    # First to float32: the interpreter would take a bool for the bits of a bfloat16.
+    return ones.to(tl.float32).to(like)
 
 
 @triton.jit
 def _running_counts(counts, triangle):
-    """Exact sums of fixed-point counts along a row; `triangle` in float16, which has 11 bits and so takes two parts."""
+    """Exact running sums of fixed-point counts, by a float16 `_triangle`.
+
+    float16 represents integers of 11 bits exactly; a count has up to 22, so its upper and lower bits are summed apart.
+    """
     upper = dot((counts >> 11).to(tl.float16), triangle, None, "ieee")
     lower = dot((counts & 2047).to(tl.float16), triangle, None, "ieee")
     return (upper.to(tl.int32) << 11) + lower.to(tl.int32)
@@ -140,60 +141,45 @@ def _running_counts(counts, triangle):
 
 @triton.jit
 def _pack(first, second):
-    """Two float32 as one int64: scattered pairs are read and written at once."""
+    """Puts the bits of two float32 into one int64, so that one load or store moves both."""
     low = first.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
     return low | (second.to(tl.int32, bitcast=True).to(tl.int64) << 32)
 
 
 @triton.jit
 def _unpack(pair):
-    """The two float32 of `_pack`."""
+    """Returns the two float32 that `_pack` put together."""
     first = (pair & 0xFFFFFFFF).to(tl.int32).to(tl.float32, bitcast=True)
     return first, (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _last(knots, P, BITS: tl.constexpr):
-    """The largest fixed-point position."""
-    if knots is not None:
-        last = tl.load(knots + P - 2) + 1
-    else:
-        last = (P - 1) << BITS
-    return last
+def _interpolate(z, position, seen, BITS: tl.constexpr):
+    """Returns floor, fraction, z[floor] and z[floor + 1] - z[floor] of fixed-point positions.
 
-
-@triton.jit
-def _interpolate(z, position, seen, knots, P, BITS: tl.constexpr):
-    """Returns piece, the offset in it, its value and its slope at fixed-point positions.
-
-    Without knots: floor, fraction, z[floor], z[floor + 1] - z[floor]. At the largest position the slope is 0.
+    At the largest position the difference is 0.
     """
-    if knots is not None:
-        piece = knot_piece(knots, position, P)
-        offset = position - tl.maximum(knot_left(knots, piece), 0)
-    else:
-        piece = position >> BITS
-        offset = position & ((1 << BITS) - 1)
-    below, step = _unpack(tl.load(z[:, None] + piece, mask=seen, other=0))
-    return piece, offset.to(tl.float32) * (1.0 / (1 << BITS)), below, step
+    level = position >> BITS
+    fraction = (position & ((1 << BITS) - 1)).to(tl.float32) * (1.0 / (1 << BITS))
+    below, step = _unpack(tl.load(z[:, None] + level, mask=seen, other=0))
+    return level, fraction, below, step
 
 
 @triton.jit(do_not_specialize=["H", "first_row", "row_count"])
 def _position_values(
-    query, table, values, scale, H, P, first_row, chunk_rows, row_count, SLOPES: tl.constexpr, D: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    query, table, values, scale, H, P, first_row, chunk_rows, row_count, D: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """values (B * H, chunk_rows, P): pairs of z = scale * q.e and its step to the next position, from first_row on.
 
     query: what is multiplied with the table. If it is not float32, the table is used as a sum of two numbers of the
-    query's type. With SLOPES the steps are of a second table, beside the first.
+    query's type.
     """
     row_blocks = tl.cdiv(chunk_rows, BLOCK_M)
     member = (tl.program_id(0) // row_blocks).to(tl.int64)
     local = (tl.program_id(0) % row_blocks * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    width = P * 2 if SLOPES else P
-    following = columns + P if SLOPES else tl.minimum(columns + 1, P - 1)
+    following = tl.minimum(columns + 1, P - 1)
     queries = pointer(query, member // H, member % H)
     z = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     step = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -202,10 +188,8 @@ def _position_values(
         mask = (first_row + local < row_count)[:, None] & (channels < D)[None, :]
         q = tl.load(queries + (first_row + local)[:, None] * query.row + channels[None, :], mask=mask, other=0.0)
         mask = (channels < D)[:, None] & (columns < P)[None, :]
-        e = tl.load(table + channels[:, None] * width + columns[None, :], mask=mask, other=0.0).to(tl.float32)
-        rise = tl.load(table + channels[:, None] * width + following[None, :], mask=mask, other=0.0).to(tl.float32)
-        if not SLOPES:
-            rise -= e
+        e = tl.load(table + channels[:, None] * P + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+        rise = tl.load(table + channels[:, None] * P + following[None, :], mask=mask, other=0.0).to(tl.float32) - e
         leading, leading_rise = e.to(q.dtype), rise.to(q.dtype)
         z = dot(q, leading, z, PRECISION)
         step = dot(q, leading_rise, step, PRECISION)
@@ -218,7 +202,7 @@ def _position_values(
 
 @triton.jit(do_not_specialize=["H", "groups", "Q", "K", "first_row", "row_count", "blocks"])
 def _window_forward(
-    query, key, gate_key, value, values, knots, ranges, added, window, dropout, scaling, H, groups, Q, K, P, first_row,
+    query, key, gate_key, value, values, ranges, logit_bias, window, dropout, scaling, H, groups, Q, K, P, first_row,
     chunk_rows, row_count, blocks, SHARED: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -243,16 +227,16 @@ def _window_forward(
     keys = pointer(key, b, h // groups)
     v_rows = pointer(value, b, h // groups)
     z = values + (member * chunk_rows + local) * P
-    last = _last(knots, P, BITS)
-    if added is not None:
+    last = (P - 1) << BITS
+    if logit_bias is not None:
         if SHARED:
             # Row 0 of each head.
             row = tl.minimum(rows, row_count - 1)
             heads = h * row_count + row[:, None]
-            of_rows = added_rows(added, b, heads, member * row_count + row, row * 0, inside, 1, K, 1)
+            of_rows = bias_rows(logit_bias, b, heads, member * row_count + row, row * 0, inside, 1, K, 1)
         else:
             count_rows = tl.minimum(chunk_rows, row_count - first_row)
-            of_rows = added_rows(added, b, h, member, local, inside, count_rows, K, 1)
+            of_rows = bias_rows(logit_bias, b, h, member, local, inside, count_rows, K, 1)
 
     sees = high > low
     bottom = tl.min(tl.where(sees, low, K))
@@ -281,11 +265,11 @@ def _window_forward(
         stopped = tl.where(counting & sees, begin, stopped)
         counts = _counts(gates, seen & counting[:, None], BITS)
         position = tl.minimum(_running_counts(counts, newer) + count[:, None], last)
-        _, fraction, below, step = _interpolate(z, position, seen, knots, P, BITS)
+        _, fraction, below, step = _interpolate(z, position, seen, BITS)
         logits = (logits + below + fraction * step) * LOG2_E
         columns = begin + tl.arange(0, BLOCK_N)[None, :]
-        if added is not None:
-            logits += added_bias(added, of_rows, columns, K) * LOG2_E
+        if logit_bias is not None:
+            logits += bias_values(logit_bias, of_rows, columns, K) * LOG2_E
         v = load(v_rows, value.row, begin, K, 0.0, D, BLOCK_N, BLOCK_D, False)
         acc, weight, top = softmax_step(
             acc, weight, top, logits, seen, v, dropout, member, rows[:, None], columns, PRECISION
@@ -312,15 +296,15 @@ def _window_forward(
 
 @triton.jit
 def _window_gradients(
-    q, k, gk, v, grad, z, bias, seen, counted, count, slope, row_lse, row_delta, older_counts, older,
-    dropout, member, rows, columns, scaling, knots, P, BITS: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, gk, v, grad, z, block_bias, seen, counted, count, slope, row_lse, row_delta, older_counts, older,
+    dropout, member, rows, columns, scaling, P, BITS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What both backward kernels compute for a block of rows and keys, given the carries at its left edge.
+    """What both backward kernels compute for a block of rows and keys, given the numbers at its left edge.
 
     The weights after dropout; the gradients of logits, gate logits and positions; the counts, those of the keys right
-    of each key, and the level and fraction of each position. `bias` is not added to the gates.
+    of each key, and the level and fraction of each position. `block_bias` is not added to the gates.
     """
-    last = _last(knots, P, BITS)
+    last = (P - 1) << BITS
     logits = dot(q, tl.trans(k), None, PRECISION) * scaling
     if gk is not None:
         gates = tl.sigmoid(dot(q, tl.trans(gk), None, PRECISION) * scaling)
@@ -329,9 +313,9 @@ def _window_gradients(
     counts = _counts(gates, counted, BITS)
     after = count[:, None] - _running_counts(counts, older_counts)
     position = tl.minimum(tl.maximum(after + counts, 0), last)
-    level, fraction, below, step = _interpolate(z, position, seen, knots, P, BITS)
-    if bias is not None:
-        logits += bias
+    level, fraction, below, step = _interpolate(z, position, seen, BITS)
+    if block_bias is not None:
+        logits += block_bias
     weights = tl.where(seen, tl.exp(logits + below + fraction * step - row_lse[:, None]), 0.0)
     grad_weights = dot(grad, tl.trans(v), None, PRECISION)
     grad_weights = apply_dropout(grad_weights, dropout, member, rows[:, None], columns[None, :])
@@ -362,15 +346,15 @@ def _load_rows(
 
 @triton.jit(do_not_specialize=["H", "groups", "Q", "K", "first_row", "blocks"])
 def _window_rows(
-    grad, query, key, gate_key, value, values, knots, ranges, added, window, delta, dropout, grad_query, levels,
-    carried_count, carried_slope, scaling, H, groups, Q, K, P, first_row, chunk_rows, blocks,
+    grad, query, key, gate_key, value, values, ranges, logit_bias, window, delta, dropout, grad_query, levels,
+    edge_count, edge_slope, scaling, H, groups, Q, K, P, first_row, chunk_rows, blocks,
     BITS: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """dq of the window of one block of rows, prefix sums of dL per level, carries per key block; all float32.
+    """For the window of one block of rows: dq, prefix sums of dL per level, and numbers at the edges of key blocks.
 
     grad_query (B * H, chunk_rows, D); levels (B * H, chunk_rows, P), as they were where nothing is written, pairs of
-    the sums of dL and of dL * fraction; carries (B * H, key blocks, chunk_rows).
+    the sums of dL and of dL * fraction; edge_count, edge_slope (B * H, key blocks, chunk_rows).
     """
     row_blocks = tl.cdiv(tl.minimum(chunk_rows, Q - first_row), BLOCK_M)
     row_block = tl.program_id(0) % row_blocks
@@ -385,7 +369,7 @@ def _window_rows(
     )
     here = member * chunk_rows + local
     z = values + here * P
-    carries = member * tl.cdiv(K, BLOCK_N) * chunk_rows + local
+    edges = member * tl.cdiv(K, BLOCK_N) * chunk_rows + local
 
     # The count of the keys that are still ahead, the one at the left edge of the block included.
     count = tl.load(window.total + member * Q + rows, mask=inside, other=0)
@@ -395,9 +379,9 @@ def _window_rows(
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     older_counts = _triangle(tl.float16, BLOCK_N, False)
     older = _triangle(tl.float32 if q.dtype == tl.float32 else tl.bfloat16, BLOCK_N, False)
-    if added is not None:
+    if logit_bias is not None:
         count_rows = tl.minimum(chunk_rows, Q - first_row)
-        of_rows = added_rows(added, b, h, member, local, inside, count_rows, K, 1)
+        of_rows = bias_rows(logit_bias, b, h, member, local, inside, count_rows, K, 1)
         grad_last = tl.zeros([BLOCK_M], tl.float32)
     this = member * blocks + first_row // BLOCK_M + row_block
     oldest = tl.load(window.start + this)
@@ -405,33 +389,30 @@ def _window_rows(
         begin = block * BLOCK_N
         columns = begin + tl.arange(0, BLOCK_N)
         seen = seen_keys(ranges, low, high, begin, Q, K, BLOCK_N) & (columns >= oldest)[None, :]
-        tl.store(carried_count + carries + block * chunk_rows, count, mask=inside)
-        tl.store(carried_slope + carries + block * chunk_rows, slope, mask=inside)
+        tl.store(edge_count + edges + block * chunk_rows, count, mask=inside)
+        tl.store(edge_slope + edges + block * chunk_rows, slope, mask=inside)
         k = load(pointer(key, b, h // groups), key.row, begin, K, 0.0, D, BLOCK_N, BLOCK_D, False)
         v = load(pointer(value, b, h // groups), value.row, begin, K, 0.0, D, BLOCK_N, BLOCK_D, False)
         gk = None
         if gate_key is not None:
             gk = load(pointer(gate_key, b, h // groups), gate_key.row, begin, K, 0.0, D, BLOCK_N, BLOCK_D, False)
-        bias = None
-        if added is not None:
-            bias = added_bias(added, of_rows, columns[None, :], K)
+        block_bias = None
+        if logit_bias is not None:
+            block_bias = bias_values(logit_bias, of_rows, columns[None, :], K)
         counted = seen & (columns[None, :] >= row_stop[:, None])
         _, dlogits, dgates, dposition, counts, after, level, fraction = _window_gradients(
-            q, k, gk, v, do, z, bias, seen, counted, count, slope, row_lse, row_delta, older_counts, older,
-            dropout, member, rows, columns, scaling, knots, P, BITS, PRECISION,
+            q, k, gk, v, do, z, block_bias, seen, counted, count, slope, row_lse, row_delta, older_counts, older,
+            dropout, member, rows, columns, scaling, P, BITS, PRECISION,
         )  # fmt: skip
-        if added is not None:
-            grad_last += added_gradient(added, of_rows, columns[None, :], K, dlogits)
+        if logit_bias is not None:
+            grad_last += bias_gradient(logit_bias, of_rows, columns[None, :], K, dlogits)
         if gate_key is not None:
             dq = dot(dgates.to(k.dtype), gk, dq, PRECISION)
             dq = dot(dlogits.to(k.dtype), k, dq, PRECISION)
         else:
             dq = dot((dlogits + dgates).to(k.dtype), k, dq, PRECISION)
         # The last key of a level, going right, leaves the sums up to it; those of level 0 come after the loop.
-        if knots is not None:
-            leaving = seen & (tl.maximum(after, 0) <= knot_left(knots, level))
-        else:
-            leaving = seen & ((tl.minimum(tl.maximum(after, 0), (P - 1) << BITS) >> BITS) < level)
+        leaving = seen & ((tl.minimum(tl.maximum(after, 0), (P - 1) << BITS) >> BITS) < level)
         part = dlogits * fraction
         sums = sum_before[:, None] + running_sums(dlogits, older)
         fractions = fraction_before[:, None] + running_sums(part, older)
@@ -440,11 +421,10 @@ def _window_rows(
         fraction_before += tl.sum(part, 1)
         slope += tl.sum(dposition, 1)
         count -= tl.sum(counts, 1)
-    if added is not None:
-        store_last(added, of_rows, grad_last)
+    if logit_bias is not None:
+        store_last(logit_bias, of_rows, grad_last)
     # Every row ends at position 0.
-    bottom = knot_piece(knots, rows * 0, P) if knots is not None else 0
-    tl.store(levels + here * P + bottom, _pack(sum_before, fraction_before), mask=inside)
+    tl.store(levels + here * P, _pack(sum_before, fraction_before), mask=inside)
     store(
         grad_query + member * chunk_rows * D, D, row_block * BLOCK_M, Q - first_row, dq * scaling, D, BLOCK_M, BLOCK_D
     )
@@ -452,8 +432,8 @@ def _window_rows(
 
 @triton.jit(do_not_specialize=["G", "groups", "Q", "K", "first_row", "blocks"])
 def _window_columns(
-    grad, query, key, gate_key, value, values, knots, ranges, added, window, delta, dropout, carried_count,
-    carried_slope, grad_key, grad_gate_key, grad_value, scaling, G, groups, Q, K, P, first_row, chunk_rows, blocks,
+    grad, query, key, gate_key, value, values, ranges, logit_bias, window, delta, dropout, edge_count,
+    edge_slope, grad_key, grad_gate_key, grad_value, scaling, G, groups, Q, K, P, first_row, chunk_rows, blocks,
     BITS: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -505,19 +485,19 @@ def _window_columns(
                     grad, query, window, delta, ranges, b, h, of_head, first, Q, K, D, BLOCK_D, BLOCK_M
                 )
                 seen = seen_keys(ranges, low, high, begin, Q, K, BLOCK_N) & (columns >= oldest)[None, :]
-                carry = (of_head * tl.cdiv(K, BLOCK_N) + block) * chunk_rows + local
-                count = tl.load(carried_count + carry, mask=inside, other=0)
-                slope = tl.load(carried_slope + carry, mask=inside, other=0.0)
-                bias = None
-                if added is not None:
+                edge = (of_head * tl.cdiv(K, BLOCK_N) + block) * chunk_rows + local
+                count = tl.load(edge_count + edge, mask=inside, other=0)
+                slope = tl.load(edge_slope + edge, mask=inside, other=0.0)
+                block_bias = None
+                if logit_bias is not None:
                     count_rows = tl.minimum(chunk_rows, Q - first_row)
-                    of_rows = added_rows(added, b, h, of_head, local, inside, count_rows, K, 1)
-                    bias = added_bias(added, of_rows, columns[None, :], K)
+                    of_rows = bias_rows(logit_bias, b, h, of_head, local, inside, count_rows, K, 1)
+                    block_bias = bias_values(logit_bias, of_rows, columns[None, :], K)
                 counted = seen & (columns[None, :] >= row_stop[:, None])
                 z = values + (of_head * chunk_rows + local) * P
                 weights, dlogits, dgates, _, _, _, _, _ = _window_gradients(
-                    q, k, gk, v, do, z, bias, seen, counted, count, slope, row_lse, row_delta, older_counts, older,
-                    dropout, of_head, rows, columns, scaling, knots, P, BITS, PRECISION,
+                    q, k, gk, v, do, z, block_bias, seen, counted, count, slope, row_lse, row_delta, older_counts,
+                    older, dropout, of_head, rows, columns, scaling, P, BITS, PRECISION,
                 )  # fmt: skip
                 dv = dot(tl.trans(weights.to(do.dtype)), do, dv, PRECISION)
                 if gate_key is not None:
@@ -540,7 +520,8 @@ def _window_tiles(head_dim: int, dtype: torch.dtype) -> tuple[list[Tiles], list[
     """The tiles of the forward and of the backward kernels, the preferred first.
 
     Registers are the limit (`tests/compile_kernels.py` prints them). On Hopper a matrix instruction has 64 rows for 4
-    warps, and 8 warps do some work twice. Those of the backward pass have the same columns: carries depend on it.
+    warps, and 8 warps do some work twice. Those of the backward pass have the same columns, because both kernels use
+    the numbers at the edges of key blocks.
     """
     if dtype == torch.float32:
         # Some devices have only 99 KiB of shared memory.
@@ -555,11 +536,8 @@ def _window_tiles(head_dim: int, dtype: torch.dtype) -> tuple[list[Tiles], list[
 class _Pass:
     """What the forward and the backward pass share: shapes, constants, chunks, positions."""
 
-    def __init__(
-        self, tensors: Sequence[Any], scaling: float, position_scale: float, num_positions: int | None = None,
-        dropout: float = 0.0,
-    ) -> None:  # fmt: skip
-        query, key, value, table, gate_key, position_query, *others, ranges, knots, seed = tensors
+    def __init__(self, tensors: Sequence[Any], scaling: float, position_scale: float, dropout: float = 0.0) -> None:
+        query, key, value, table, gate_key, position_query, *others, ranges, seed = tensors
         self.query, self.key, self.value, self.gate_key = query, key, value, gate_key
         # What is multiplied with the table.
         self.position_query = query if position_query is None else position_query
@@ -573,14 +551,12 @@ class _Pass:
         self.probability, self.dropout = dropout, dropout_arguments(seed, dropout)
         self.B, self.H, self.Q, self.D = query.shape
         self.G, self.K = key.shape[1], key.shape[2]
-        # Entries of the table: positions, or pieces between knots.
-        self.P = table.shape[1] if knots is None else knots.shape[0] + 1
+        self.P = table.shape[1]
         self.forward_tiles, self.backward_tiles = _window_tiles(self.D, query.dtype)
         self.rows = self.forward_tiles[0].rows
         self.blocks = triton.cdiv(self.Q, self.rows)
         distances = 0 if self.relative is None else self.relative[0].shape[0]
-        # With knots `grad_values` needs more.
-        entries = (16 + query.element_size()) * (self.P if knots is None else 3 * self.P)
+        entries = (16 + query.element_size()) * self.P
         tiles = self.backward_tiles[0]
         row_bytes = 4 * self.D + entries + 8 * triton.cdiv(self.K, tiles.columns) + 8 * distances
         self.chunk = chunk_rows(query, row_bytes, tiles.rows)
@@ -589,15 +565,12 @@ class _Pass:
         self.constants: dict[str, Any] = {"D": self.D, "BLOCK_D": block_width(self.D)}
         self.constants["PRECISION"] = precision(query.dtype, self.D)
         # Fractional bits of counts: a gate has two parts of 11 bits, and counts stay below P + MOST_COLUMNS.
-        num_positions = num_positions or self.P
-        bits = min(21, 30 - (num_positions + MOST_COLUMNS - 1).bit_length())
-        self.constants["BITS"] = bits
-        self.knots = None if knots is None else knots_argument(knots, num_positions, bits)
+        self.constants["BITS"] = min(21, 30 - (self.P + MOST_COLUMNS - 1).bit_length())
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self.query.device)
 
-    def added(self, rows: slice, keys: slice = slice(None), *, grad: bool = False) -> Any:
+    def logit_bias(self, rows: slice, keys: slice = slice(None), *, grad: bool = False) -> Any:
         """The decay or the relative positions of some rows as an argument of a kernel, or None."""
         if self.decay is not None:
             return decay_argument(self.decay[0][:, :, rows], self.decay[1][:, :, keys])
@@ -614,13 +587,13 @@ class _Pass:
         seen = {"ranges": self.ranges, "seed": self.seed, "dropout": self.probability}
         for rows, keys, options in row_parts(self.query, self.key, size, **seen):
             blocks = slice(rows.start // self.rows, triton.cdiv(rows.stop, self.rows))
-            options |= {"scaling": self.scaling, "added": self.added(rows, keys, grad=grad)}
+            options |= {"scaling": self.scaling, "logit_bias": self.logit_bias(rows, keys, grad=grad)}
             yield rows, keys, {**options, "bound": (window.start[:, :, blocks], self.rows)}
 
     def position_values(self, first: int, into: torch.Tensor) -> None:
         """Computes z of the chunk that begins at row `first`."""
         half = self.query.dtype != torch.float32
-        constants = {"SLOPES": self.knots is not None, "D": self.D, "PRECISION": self.constants["PRECISION"]}
+        constants = {"D": self.D, "PRECISION": self.constants["PRECISION"]}
         launch(
             _position_values,
             lambda tiles: (triton.cdiv(into.shape[1], tiles.rows) * into.shape[0], triton.cdiv(self.P, tiles.columns)),
@@ -651,13 +624,13 @@ class _Pass:
         seen_from = 1 if shared_rows else Q
         for first in range(0, Q, chunk):
             self.position_values(first, values)
-            added = self.added(slice(first, min(first + chunk, Q)))
+            logit_bias = self.logit_bias(slice(first, min(first + chunk, Q)))
             launch(
                 _window_forward,
                 (triton.cdiv(min(chunk, Q - first), rows) * B * H,),
                 [Tiles(rows, 32), Tiles(rows, 16)] if shared_rows else self.forward_tiles,
                 (
-                    *(*self.matrices, values, self.knots, self.ranges, added, window, self.dropout),
+                    *(*self.matrices, values, self.ranges, logit_bias, window, self.dropout),
                     *(self.scaling, H, H // self.G, seen_from, self.K, self.P, first, chunk, Q, blocks),
                 ),
                 {**self.constants, "SHARED": shared_rows},
@@ -668,8 +641,6 @@ class _Pass:
     def grad_values(self, levels: torch.Tensor, window: Window, rows: slice) -> torch.Tensor:
         """Returns the gradient of q.e for a chunk of rows, float32 (B, H, rows, P), from its prefix sums per level.
 
-        With knots that of q multiplied with values and slopes, (B, H, rows, 2 P), which are the sums of the two.
-
         z enters by z[floor] (1 - fraction) + z[floor + 1] fraction, so with the sums s of dL and f of dL * fraction
         over the keys of level n, dz[n] = s[n] - f[n] + f[n - 1]. The keys left of the window belong to the last level;
         all dL of a row sum to 0.
@@ -677,13 +648,8 @@ class _Pass:
         sums = levels.view(torch.float32).view(self.B, self.H, self.chunk, self.P, 2)[:, :, : rows.stop - rows.start]
         low = 0 if self.ranges is None else self.ranges[:, :, rows, 0]
         plain = window.start.repeat_interleave(self.rows, dim=-1)[:, :, rows] > low
-        if self.knots is not None:
-            sums = fill_skipped(sums)
         left = torch.where(plain, -sums[..., 0, 0], 0.0)
         per_level = sums - torch.nn.functional.pad(sums[..., 1:, :], (0, 0, 0, 1))
-        if self.knots is not None:
-            per_level[..., -1, 0] += left
-            return per_level.transpose(-1, -2).flatten(-2).mul_(self.position_scale)
         grad = per_level[..., 0] - per_level[..., 1]
         grad[..., 1:] += per_level[..., :-1, 1]
         grad[..., -1] += left
@@ -713,11 +679,11 @@ class _Pass:
         grad_relative = None if self.relative is None else torch.zeros_like(self.relative[0], dtype=torch.float32)
         for first in range(0, Q, chunk):
             self.position_values(first, values)
-            levels.fill_(0 if self.knots is None else UNWRITTEN)
+            levels.zero_()
             place = (Q, K, P, first, chunk, self.blocks)
             rows = slice(first, min(first + chunk, Q))
-            added = self.added(rows, grad=True)
-            inputs = (heads(grad), *self.matrices, values, self.knots, self.ranges, added, window, delta, self.dropout)
+            logit_bias = self.logit_bias(rows, grad=True)
+            inputs = (heads(grad), *self.matrices, values, self.ranges, logit_bias, window, delta, self.dropout)
             launch(
                 _window_rows,
                 (triton.cdiv(rows.stop - first, self.rows) * members,),
@@ -731,7 +697,7 @@ class _Pass:
             grad_table += torch.matmul(queries, grad_z).sum((0, 1), dtype=torch.float32)
             part, from_table = window_query.view(B, H, chunk, D)[:, :, : rows.stop - first], grad_z @ transposed
             if self.relative is not None and grad_relative is not None:
-                from_relative = relative_gradients(added, self.query[:, :, rows], self.relative[0], self.scaling)
+                from_relative = relative_gradients(logit_bias, self.query[:, :, rows], self.relative[0], self.scaling)
                 part = part + from_relative[0]
                 grad_relative += from_relative[1]
             if grad_position_query is None:
@@ -750,10 +716,8 @@ class _Pass:
         return grad_query, grad_table, grad_key, grad_value, grad_gate_key, grad_position_query, grad_relative
 
 
-def _forward(
-    tensors: Sequence[Any], scaling: float, position_scale: float, num_positions: int, dropout: float
-) -> list[torch.Tensor]:
-    attention = _Pass(tensors, scaling, position_scale, num_positions, dropout)
+def _forward(tensors: Sequence[Any], scaling: float, position_scale: float, dropout: float) -> list[torch.Tensor]:
+    attention = _Pass(tensors, scaling, position_scale, dropout)
     window = attention.window_forward()
     parts = []
     for rows, keys, options in attention.plain_parts(window, grad=False):
@@ -778,9 +742,9 @@ def _empty(tensors: Sequence[Any]) -> list[torch.Tensor]:
 
 def _backward(
     grads: Sequence[Any], tensors: Sequence[Any], results: Sequence[torch.Tensor], scaling: float,
-    position_scale: float, num_positions: int, dropout: float,
+    position_scale: float, dropout: float,
 ) -> list[torch.Tensor]:  # fmt: skip
-    attention = _Pass(tensors, scaling, position_scale, num_positions, dropout)
+    attention = _Pass(tensors, scaling, position_scale, dropout)
     query, key, value, relative = attention.query, attention.key, attention.value, attention.relative
     window, (grad, _) = Window(*results), grads
     delta = row_products(grad, window.out)
@@ -796,7 +760,7 @@ def _backward(
         if relative is None:
             grad_query, grad_key, grad_value = part, *columns
         else:
-            from_relative = relative_gradients(options["added"], part_query, relative[0], scaling)
+            from_relative = relative_gradients(options["logit_bias"], part_query, relative[0], scaling)
             grad_query[:, :, rows] = part + from_relative[0]
             grad_relative += from_relative[1]
             grad_key[:, :, keys] += columns[0]
@@ -805,29 +769,27 @@ def _backward(
     return [gradient.to(one.dtype) for one, gradient in zip(tensors, gradients) if one is not None]
 
 
-def _decode(
-    tensors: Sequence[Any], scaling: float, position_scale: float, num_positions: int, dropout: float
-) -> torch.Tensor:
+def _decode(tensors: Sequence[Any], scaling: float, position_scale: float, dropout: float) -> torch.Tensor:
     """One query row a head: the heads of a group are the rows of a program."""
     query, key, value, table, gate_key, position_query, *others = tensors
     (B, H, _, D), G = query.shape, key.shape[1]
     shape = (B, G, H // G, D)
     position_query = None if position_query is None else position_query.reshape(shape)
     given = (query.reshape(shape), key, value, table, gate_key, position_query, *others)
-    attention = _Pass(given, scaling, position_scale, num_positions)
+    attention = _Pass(given, scaling, position_scale)
     window = attention.window_forward(shared_rows=True)
     return flash_decode(
         *(query, key, value),
         scaling=scaling,
         ranges=attention.ranges,
-        added=attention.added(slice(None)),
+        logit_bias=attention.logit_bias(slice(None)),
         bound=(window.start, 0),
         constant=window.constant.view(B, H, 1),
         initial=(window.out.view(B, H, 1, D), window.lse.view(B, H, 1)),
     )
 
 
-_SETTINGS = "float scaling, float position_scale, int num_positions, float dropout"
+_SETTINGS = "float scaling, float position_scale, float dropout"
 _attention = Operator("cope", _SETTINGS, _forward, _backward, _decode, empty=_empty)
 
 
@@ -842,8 +804,6 @@ def cope_attention(
     relative: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     decay: tuple[torch.Tensor, torch.Tensor] | None = None,
     ranges: torch.Tensor | None = None,
-    knots: torch.Tensor | None = None,
-    num_positions: int | None = None,
     scaling: float,
     position_scale: float,
     dropout: float = 0.0,
@@ -866,11 +826,6 @@ def cope_attention(
         decay: numbers c of the rows (1 or B, H, Q) and of the keys (1 or B, H, K), float64 or float32, without
             gradients; c_i - c_j, or 0 if that is positive, is added to the logit of row i and key j (ALiBi). Gates do
             not see it.
-        knots: (P - 1,), floating, ascending, without gradients, the largest position last: where z_i bends, in place of
-            the integers. Piece n has the positions that are larger than n knots; at the largest position and in the
-            last piece z_i is constant. The table is then (D, 2 P): at the left end of each piece, or at 0 where that is
-            negative, what is multiplied for the value there; and what is for the slope, 0 in the last piece.
-        num_positions: with knots, the largest position + 1, at least 2.
         position_scale: the factor on r.e.
         ranges, scaling, dropout: see `kernel_flash`. Keys that are not seen are not counted; the scaling is that of the
             gates, too.
@@ -879,8 +834,6 @@ def cope_attention(
         (B, H, Q, D) in the type of the query. Rows that see nothing are 0.
     """
     check_inputs(query, key, value, scaling, ranges)
-    if knots is not None:
-        check_knots(knots, table, num_positions)
     if table.dim() != 2 or table.shape[0] != query.shape[3] or table.shape[1] < 2:
         raise ValueError(
             f"table={tuple(table.shape)!r} is not valid: it must be ({query.shape[3]}, P) with P at least 2."
@@ -892,10 +845,9 @@ def cope_attention(
                 f"type {like.dtype!r}."
             )
     if decay is not None or relative is not None:
-        check_added(decay, relative, query, key)
+        check_bias(decay, relative, query, key)
     if any(numbers.requires_grad for numbers in decay or ()):
         raise ValueError("decay is not valid: CoPE's kernels have no gradient for it, it must not require one.")
     first = (query, key, value, table, gate_key, position_query, *(relative or (None,))[:1])
-    others = (*(relative or (None,) * 3)[1:], *(decay or (None, None)), ranges, knots, dropout_seed(query, dropout))
-    num_positions = table.shape[1] if num_positions is None else num_positions
-    return _attention(first, others, scaling, position_scale, num_positions, dropout)[0]
+    others = (*(relative or (None,) * 3)[1:], *(decay or (None, None)), ranges, dropout_seed(query, dropout))
+    return _attention(first, others, scaling, position_scale, dropout)[0]

@@ -1,7 +1,7 @@
 """Causal softmax attention as Triton kernels: forward, backward and decoding.
 
 These are launchers on raw tensors, without autograd and without checks; the operators are built from them
-(`kernel_plain`, `kernel_pope`, `kernel_cope`), whose functions call `check_inputs`.
+(`kernel_bias`, `kernel_pope`, `kernel_cope`), whose functions call `check_inputs`.
 
 Supports: causal attention with rows aligned to the end, and everything that `ranges` can say; grouped heads; query
 length at most key length; values of up to 256 channels, keys as wide or up to twice as wide; float32, bfloat16, float16
@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 import torch
 
 from .kernel_launch import MASKED, Tiles, block_width, dot, heads, launch, load, pointer, precision, store, tl, triton
+from .kernel_logits import bias_gradient, bias_rows, bias_values, store_last
 from .kernel_operator import check_shapes
 from .kernel_polar import polar_argument, polar_products, polar_query
-from .kernel_terms import added_bias, added_gradient, added_rows, store_last
 
 
 class Dropout(NamedTuple):
@@ -209,7 +209,7 @@ def _row_blocks(
 
 @triton.jit(do_not_specialize=["H", "groups", "Q", "K", "bound_blocks", "bound_rows"])
 def forward_kernel(
-    query, key, value, out, lse, ranges, bound, added, dropout, constant, initial_out, initial_lse, scaling, H,
+    query, key, value, out, lse, ranges, bound, logit_bias, dropout, constant, initial_out, initial_lse, scaling, H,
     groups, Q, K, bound_blocks, bound_rows, D: tl.constexpr, V: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -231,8 +231,8 @@ def forward_kernel(
     low, high = row_limits(ranges, bound, bound_rows, rows, Q, K)
     first, full, last = _key_blocks(ranges, bound, low, high, start_m, Q, K, BLOCK_M, BLOCK_N)
     q = load(pointer(query, b, h), query.row, start_m, Q, 0.0, D, BLOCK_M, BLOCK_D, False)
-    if added is not None:
-        of_rows = added_rows(added, b, h, member, rows, inside, Q, K, 1)
+    if logit_bias is not None:
+        of_rows = bias_rows(logit_bias, b, h, member, rows, inside, Q, K, 1)
 
     # The constant of a row only shifts its log-sum-exp.
     offset = tl.zeros([BLOCK_M], dtype=tl.float32)
@@ -258,8 +258,8 @@ def forward_kernel(
             v = load(values, value.row, start, K, 0.0, V, BLOCK_N, BLOCK_V, not masked)
             logits = dot(q, tl.trans(k), None, PRECISION) * scale
             columns = start + tl.arange(0, BLOCK_N)[None, :]
-            if added is not None:
-                logits += added_bias(added, of_rows, columns, K) * LOG2_E
+            if logit_bias is not None:
+                logits += bias_values(logit_bias, of_rows, columns, K) * LOG2_E
             seen = seen_keys(ranges, low, high, start, Q, K, BLOCK_N) if masked else None
             acc, total, top = softmax_step(
                 acc, total, top, logits, seen, v, dropout, member, rows[:, None], columns, PRECISION
@@ -289,7 +289,7 @@ def row_products_kernel(
 
 @triton.jit(do_not_specialize=["H", "groups", "Q", "K", "bound_blocks", "bound_rows"])
 def backward_rows_kernel(
-    grad, query, key, value, lse, delta, grad_query, grad_decay, ranges, bound, added, dropout, initial, scaling,
+    grad, query, key, value, lse, delta, grad_query, grad_decay, ranges, bound, logit_bias, dropout, initial, scaling,
     H, groups, Q, K, bound_blocks, bound_rows, D: tl.constexpr, V: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -312,8 +312,8 @@ def backward_rows_kernel(
     grad_tile = load(pointer(grad, b, h), grad.row, start_m, Q, 0.0, V, BLOCK_M, BLOCK_V, False)
     row_lse = tl.load(lse + member * Q + rows, mask=rows < Q, other=0.0) * LOG2_E
     row_delta = tl.load(delta + member * Q + rows, mask=rows < Q, other=0.0)
-    if added is not None:
-        of_rows = added_rows(added, b, h, member, rows, rows < Q, Q, K, 1)
+    if logit_bias is not None:
+        of_rows = bias_rows(logit_bias, b, h, member, rows, rows < Q, Q, K, 1)
         grad_last = tl.zeros([BLOCK_M], dtype=tl.float32)
 
     scale = scaling * LOG2_E
@@ -326,24 +326,24 @@ def backward_rows_kernel(
             v = load(values, value.row, start, K, 0.0, V, BLOCK_N, BLOCK_V, not masked)
             logits = dot(q, tl.trans(k), None, PRECISION) * scale
             columns = start + tl.arange(0, BLOCK_N)[None, :]
-            if added is not None:
-                logits += added_bias(added, of_rows, columns, K) * LOG2_E
+            if logit_bias is not None:
+                logits += bias_values(logit_bias, of_rows, columns, K) * LOG2_E
             weights = tl.exp2(logits - row_lse[:, None])
             if masked:
                 weights = tl.where(seen_keys(ranges, low, high, start, Q, K, BLOCK_N), weights, 0.0)
             grad_weights = dot(grad_tile, tl.trans(v), None, PRECISION)
             grad_weights = apply_dropout(grad_weights, dropout, member, rows[:, None], columns)
             grad_logits = weights * (grad_weights - row_delta[:, None])
-            if added is not None:
-                grad_last += added_gradient(added, of_rows, columns, K, grad_logits)
+            if logit_bias is not None:
+                grad_last += bias_gradient(logit_bias, of_rows, columns, K, grad_logits)
             if grad_decay is not None:
                 sums += tl.sum(grad_logits, 1)
             acc = dot(grad_logits.to(k.dtype), k, acc, PRECISION)
 
     if grad_decay is not None:
         tl.store(grad_decay + member * Q + rows, sums, mask=rows < Q)
-    if added is not None:
-        store_last(added, of_rows, grad_last)
+    if logit_bias is not None:
+        store_last(logit_bias, of_rows, grad_last)
     acc *= scaling
     if initial is not None:
         acc += load(initial + member * Q * D, D, start_m, Q, 0.0, D, BLOCK_M, BLOCK_D, False).to(tl.float32)
@@ -352,8 +352,8 @@ def backward_rows_kernel(
 
 @triton.jit(do_not_specialize=["G", "Q", "K", "bound_blocks", "bound_rows"])
 def backward_columns_kernel(
-    grad, query, key, value, lse, delta, grad_key, grad_value, grad_decay, ranges, bound, added, dropout, initial_key,
-    initial_value, scaling, G, Q, K, bound_blocks, bound_rows, GROUPS: tl.constexpr, BLOCK_G: tl.constexpr,
+    grad, query, key, value, lse, delta, grad_key, grad_value, grad_decay, ranges, bound, logit_bias, dropout,
+    initial_key, initial_value, scaling, G, Q, K, bound_blocks, bound_rows, GROUPS: tl.constexpr, BLOCK_G: tl.constexpr,
     D: tl.constexpr, V: tl.constexpr, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -399,9 +399,9 @@ def backward_columns_kernel(
             # delta are 0.
             row_lse = tl.load(lse + h * Q + rows, mask=rows < Q, other=0.0) * LOG2_E
             logits = dot(k, tl.trans(q), None, PRECISION) * scale
-            if added is not None:
-                of_rows = added_rows(added, b, g * GROUPS + h, member * GROUPS + h, rows, rows < Q, Q, K, 0)
-                logits += added_bias(added, of_rows, keys[:, None], K) * LOG2_E
+            if logit_bias is not None:
+                of_rows = bias_rows(logit_bias, b, g * GROUPS + h, member * GROUPS + h, rows, rows < Q, Q, K, 0)
+                logits += bias_values(logit_bias, of_rows, keys[:, None], K) * LOG2_E
             weights = tl.exp2(logits - row_lse[None, :])
             if not whole:
                 head_bound = bound
@@ -436,7 +436,7 @@ def backward_columns_kernel(
 
 @triton.jit(do_not_specialize=["G", "groups", "K", "splits"])
 def decode_kernel(
-    query, key, value, out, top_lse, ranges, bound, polar, added, scaling, G, groups, K, splits,
+    query, key, value, out, top_lse, ranges, bound, polar, logit_bias, scaling, G, groups, K, splits,
     D: tl.constexpr, V: tl.constexpr, R: tl.constexpr, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -472,10 +472,10 @@ def decode_kernel(
     q = load(pointer(query, b, g * groups), query.head, block * BLOCK_M, groups, 0.0, D, BLOCK_M, BLOCK_D, False)
     if polar is not None:
         q, imaginary = polar_query(polar, q, b, g, groups, block * BLOCK_M, R, BLOCK_M, BLOCK_D)
-    if added is not None:
+    if logit_bias is not None:
         # Row 0 of each head.
         head = g * groups + tl.minimum(rows, groups - 1)
-        of_rows = added_rows(added, b, head[:, None], b * G * groups + head, rows * 0, rows < groups, 1, K, 1)
+        of_rows = bias_rows(logit_bias, b, head[:, None], b * G * groups + head, rows * 0, rows < groups, 1, K, 1)
     acc = tl.zeros([BLOCK_M, BLOCK_V], dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     top = tl.full([BLOCK_M], MASKED, dtype=tl.float32)
@@ -486,8 +486,8 @@ def decode_kernel(
         else:
             logits = dot(q, tl.trans(k), None, PRECISION)
         logits *= scaling * LOG2_E
-        if added is not None:
-            logits += added_bias(added, of_rows, begin + tl.arange(0, BLOCK_N)[None, :], K) * LOG2_E
+        if logit_bias is not None:
+            logits += bias_values(logit_bias, of_rows, begin + tl.arange(0, BLOCK_N)[None, :], K) * LOG2_E
         v = load(values, value.row, begin, K, 0.0, V, BLOCK_N, BLOCK_V, False)
         seen = seen_keys(ranges, low, high, begin, 1, K, BLOCK_N)
         acc, total, top = softmax_step(acc, total, top, logits, seen, v, None, None, None, None, PRECISION)
@@ -665,13 +665,13 @@ class _Call:
 
     def __init__(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scaling: float,
-        ranges: torch.Tensor | None = None, added: Any = None, dropout: Dropout | None = None,
+        ranges: torch.Tensor | None = None, logit_bias: Any = None, dropout: Dropout | None = None,
         bound: tuple[torch.Tensor, int] | None = None,
     ) -> None:  # fmt: skip
         start, bound_rows = bound or (None, 1)
         (B, H, Q, D), (_, G, K, V) = query.shape, value.shape
         self.matrices = (heads(query), heads(key), heads(value))
-        self.options = (_contiguous(ranges), _contiguous(start), added, dropout)
+        self.options = (_contiguous(ranges), _contiguous(start), logit_bias, dropout)
         self.scaling, self.shape = float(scaling), (B, H, G, Q, K, V)
         self.lengths = (Q, K, 0 if start is None else start.shape[-1], bound_rows)
         widths = {"D": D, "V": V, "BLOCK_D": block_width(D), "BLOCK_V": block_width(V)}
@@ -718,7 +718,7 @@ def flash_forward(
         options: of all launchers; all but scaling are optional.
             scaling: the factor on q.k, positive.
             ranges: int32 (B, 1, Q + K, 2), or None: causal. See the top of the file.
-            added: of `decay_argument` or `relative_argument`.
+            logit_bias: of `decay_argument` or `relative_argument`.
             dropout: of `dropout_arguments`.
             bound: (start, rows), start int32 (B, H, n) with n at least Q / rows: row i sees only keys before
                 start[b, h, i // rows].
@@ -749,7 +749,7 @@ def flash_backward(
     delta: torch.Tensor, *, initial: tuple[torch.Tensor | None, ...] = (None, None, None),
     decay_gradient: bool = False, **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:  # fmt: skip
-    """The gradients of query, key, value, and of c of rows and keys (see `Added`).
+    """The gradients of query, key, value, and of c of rows and keys (see `LogitBias`).
 
     Arguments are those of `flash_forward` where nothing else is said.
 
@@ -828,7 +828,7 @@ def flash_decode(
     """
     call = _Call(query, key, value, **options)
     B, H, G, _, K, V = call.shape
-    ranges, start, added, _ = call.options
+    ranges, start, logit_bias, _ = call.options
     rows = decode_rows(H // G)
     blocks = triton.cdiv(H // G, rows)
     constant = _contiguous(constant)
@@ -842,7 +842,7 @@ def flash_decode(
         decode_kernel,
         lambda tiles: (splits * blocks * B * G,),
         [dataclasses.replace(one, rows=rows) for one in _DECODE[query.dtype == torch.float32 and V > 128 :]],
-        (*call.matrices, parts, top_lse, ranges, start, tables, added, call.scaling, G, H // G, K, splits),
+        (*call.matrices, parts, top_lse, ranges, start, tables, logit_bias, call.scaling, G, H // G, K, splits),
         {**call.constants, "R": R},
         key=(rows,),
     )

@@ -181,7 +181,7 @@ def choose(
     name: str, candidates: Sequence[Tiles], compiles: Callable[[Tiles], Exception | None],
     run: Callable[[Tiles], None] | None,
 ) -> Tiles:  # fmt: skip
-    """Returns the tiles of a kernel; `scripts/kernel_tiles.py` replaces this, and times `run` if it is not None."""
+    """Returns the tiles of a kernel; `scripts/benchmark/kernel_tiles.py` replaces this, and times `run`."""
     file = os.environ.get("WHATWHERE_TILES")
     try:
         known = json.loads(pathlib.Path(file).read_text(encoding="utf-8")) if file else {}

@@ -46,16 +46,15 @@ class Operator:
         forward: a function (tensors, *settings) of query, key, value and others, some of them None. Returns the output,
             float numbers of the rows, and what else `backward` needs.
         backward: a function (gradients, tensors, results, *settings): gradients of the first two results, the second
-            may be None; results of `forward`, as `saved`. Returns the gradients of the first tensors that are present.
+            may be None; results of `forward`. Returns the gradients of the first tensors that are present.
         decode: a function (tensors, *settings) that returns the output for one query row without gradients, or None.
         empty: returns uninitialised results for tensors.
-        saved: the results that `backward` needs.
     """
 
     def __init__(
         self, name: str, settings: str, forward: Callable[..., Any], backward: Callable[..., Any],
         decode: Callable[..., torch.Tensor] | None = None, *,
-        empty: Callable[[Sequence[Any]], list[torch.Tensor]] = empty_results, saved: slice = slice(None),
+        empty: Callable[[Sequence[Any]], list[torch.Tensor]] = empty_results,
     ) -> None:  # fmt: skip
         # Autograd does not support lists of tensors with None: operators take the tensors that are present. The first
         # `count` of them get gradients.
@@ -84,7 +83,7 @@ class Operator:
         def save(ctx: Any, inputs: tuple, output: list[torch.Tensor]) -> None:
             tensors, *ctx.settings = inputs
             ctx.set_materialize_grads(False)
-            ctx.save_for_backward(*tensors, *output[saved])
+            ctx.save_for_backward(*tensors, *output)
 
         def differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> tuple:
             # Activation checkpointing allows reading this only once.

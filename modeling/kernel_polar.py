@@ -1,7 +1,5 @@
 """The phases of PoPE in the kernels.
 
-A saved folder without PoPE is without this file, and what `kernel_flash` imports from it is None there.
-
 Axes: B batch, H query heads, Q query length, K key length, D head dim, R rotated channels.
 """
 

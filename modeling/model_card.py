@@ -75,19 +75,40 @@ def _read(folder: str | pathlib.Path | None) -> tuple[ModelCard | None, re.Match
     return card, mark if mark and mark["text"] == _digest(card.text[: mark.start()]) else None
 
 
+def plain(text: str) -> str:
+    """Returns text on one line with Markdown characters and tags such as `<unk>` escaped."""
+    return re.sub(r"[\\`*\[\]<|]|(?<!\w)_|_(?!\w)", r"\\\g<0>", " ".join(text.split()))
+
+
+def encoding_rows(config: Any) -> str:
+    """Returns the rows of a Markdown table with the position encoding and its parameters."""
+    rows = [f"| `position_encoding` | `{encoding_text(config.position_encoding)}` |"]
+    given = dict(config.position_encoding_parameters or {})
+    given["rope_parameters"] = getattr(config, "rope_parameters", None) or {}
+    for key, value in given.items():
+        inside = {f"{key}.{inner}": one for inner, one in value.items()} if isinstance(value, dict) else {key: value}
+        rows += [f"| `{name}` | `{one!r}` |" for name, one in inside.items()]
+    return "\n".join(rows)
+
+
+def loading_code(config: Any, name: str, *, comment: str = "", has_tokenizer: bool = False) -> str:
+    """Returns the lines of Python that load a model, and its tokenizer."""
+    auto, _ = card_head(config)
+    lines = [f"from transformers import {auto}" + ", AutoTokenizer" * has_tokenizer, ""]
+    lines.append(f"name = {json.dumps(name, ensure_ascii=False)}" + f"  # {comment}" * bool(comment))
+    lines.append(f"model = {auto}.from_pretrained(name, trust_remote_code=True)")
+    if has_tokenizer:
+        lines.append("tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)")
+    return "\n".join(lines)
+
+
 def _short_text(config: Any, name: str) -> str:
     auto, _ = card_head(config)
-    values = {"position_encoding": config.position_encoding, **(config.position_encoding_parameters or {})}
-    values["rope_parameters"] = getattr(config, "rope_parameters", None)
-    rows = [f"| `{key}` | `{value!r}` |" for key, value in values.items() if value is not None]
-    title = re.sub(r"[\\`*_\[\]<|]", r"\\\g<0>", " ".join(name.split()))
-    code = f"from transformers import {auto}\n\nname = {json.dumps(name, ensure_ascii=False)}\n"
-    code += f"model = {auto}.from_pretrained(name, trust_remote_code=True)"
     text = f"A `{config.model_type}` model with position encoding `{encoding_text(config.position_encoding)}`, made "
     text += f"with `whatwhere`. `{auto}` loads it, with the code in this repository:"
     end = "No results are recorded for these weights. Their licence is not known to this card."
-    table = "\n".join(["| parameter | value |", "|---|---|", *rows])
-    return "\n\n".join([f"\n# {title}", text, f"```python\n{code}\n```", table, end])
+    table = f"| parameter | value |\n|---|---|\n{encoding_rows(config)}"
+    return "\n\n".join([f"\n# {plain(name)}", text, f"```python\n{loading_code(config, name)}\n```", table, end])
 
 
 def complete_card(

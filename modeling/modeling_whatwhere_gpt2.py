@@ -26,7 +26,7 @@ from .attention_block import AttentionBlock
 from .configuration_whatwhere_gpt2 import WhatWhereGPT2Config
 from .decoder import CausalLM, Decoder
 from .forward_arguments import CachedLayer
-from .position_registry import SharedPositionEncodings, embedding
+from .position_modules import SharedPositionEncodings, embedding
 from .pretrained_model import WhatWherePreTrainedModel, register
 
 

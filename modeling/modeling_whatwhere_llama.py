@@ -22,7 +22,7 @@ from .attention_block import AttentionBlock
 from .configuration_whatwhere_llama import WhatWhereLlamaConfig
 from .decoder import CausalLM, Decoder
 from .forward_arguments import CachedLayer
-from .position_registry import SharedPositionEncodings, embedding
+from .position_modules import SharedPositionEncodings, embedding
 from .pretrained_model import WhatWherePreTrainedModel, register
 
 

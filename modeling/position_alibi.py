@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from .attention_blockwise import Block, Term, compute_dtype
+from .attention_blockwise import Block, BlockBias, compute_dtype
 from .position_base import Parameters, PositionContext, PositionEncoding
 
 
@@ -48,8 +48,8 @@ def alibi_slopes(num_heads: int, device: torch.device | None = None) -> torch.Te
     return torch.exp2(torch.where(heads < power, heads + 1, heads - power + 0.5) * (-8 / power))
 
 
-class ALiBiTerm(Term):
-    """The term of ALiBi: the slopes (at least H), the query positions, the key positions; all constant."""
+class ALiBiBias(BlockBias):
+    """The bias of ALiBi: the slopes (at least H), the query positions, the key positions; all constant."""
 
     name = "alibi"
     fades = True
@@ -63,10 +63,9 @@ class ALiBiTerm(Term):
         dtype = compute_dtype(query.dtype)
         return -slopes[: query.shape[1], None, None].to(dtype) * distance.to(dtype)
 
-    def __init__(self, tensors: Sequence[torch.Tensor], settings: Sequence[float], attention: Any) -> None:
-        super().__init__(tensors, settings, attention)
-        self.slopes = attention.of_heads(tensors[0])
-        self.query_positions, self.key_positions = tensors[1], tensors[2].flip(1)
+    def prepare(self) -> None:
+        self.slopes = self.attention.of_heads(self.tensors[0])
+        self.query_positions, self.key_positions = self.tensors[1], self.tensors[2].flip(1)
 
     def add(self, logits: torch.Tensor, block: Block, *, keep: bool) -> None:
         rows = self.query_positions[:, block.rows]
@@ -91,9 +90,9 @@ class ALiBi(PositionEncoding):
     summary = "fixed linear penalty of the distance, with a slope for each head"
     parameters_class = ALiBiParameters
     bias_reads = "nothing"
-    term = ALiBiTerm
+    block_bias = ALiBiBias
 
-    def term_inputs(self, context: PositionContext, scaling: float) -> tuple[tuple[torch.Tensor, ...], tuple]:
+    def bias_inputs(self, context: PositionContext, scaling: float) -> tuple[tuple[torch.Tensor, ...], tuple]:
         # Computed each time: a non-persistent buffer would be garbage after from_pretrained.
         heads, sloped = self.config.num_attention_heads, self.parameters_.heads(self.config)
         positions = context.query_positions, context.key_positions
@@ -103,7 +102,7 @@ class ALiBi(PositionEncoding):
     def kernel(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context: PositionContext, **options: Any
     ) -> dict[str, Any]:
-        (slopes, *positions), _ = self.term_inputs(context, 1.0)
+        (slopes, *positions), _ = self.bias_inputs(context, 1.0)
         slopes = -slopes[: query.shape[1], None].double()
         rows, keys = (slopes * one[:, None] for one in positions)
         return {"decay": (rows, keys)}

@@ -200,7 +200,7 @@ class PositionEncoding(nn.Module):
         bias_reads: what `bias` reads of the logits that it is given: "content" (their values: only `eager` and
             `blockwise` attention have them), "mask" (only which are masked: `sdpa` too), "nothing" (`flex_attention`
             too).
-        term: the bias with a gradient written by hand, a class of `attention_blockwise`, or None.
+        block_bias: the bias with a gradient written by hand, a `BlockBias` of `attention_blockwise`, or None.
         softmax: False if `attend` always replaces softmax attention.
     """
 
@@ -209,7 +209,7 @@ class PositionEncoding(nn.Module):
     summary: ClassVar[str]
     parameters_class: ClassVar[type[Parameters]] = Parameters
     bias_reads: ClassVar[Literal["content", "mask", "nothing"]] = "content"
-    term: Any = None
+    block_bias: Any = None
     softmax: ClassVar[bool] = True
 
     def __init__(self, config: Any, parameters: Any, layer_idx: int) -> None:
@@ -221,10 +221,10 @@ class PositionEncoding(nn.Module):
 
     @classmethod
     def overrides(cls, hook: str) -> bool:
-        """Returns True if the class defines the hook with this name; a bias also by its `term`."""
+        """Returns True if the class defines the hook with this name; a bias also by its `block_bias`."""
         # A classmethod is a new object each time that it is read from a class.
         defined = any(hook in vars(base) for base in cls.__mro__[: cls.__mro__.index(PositionEncoding)])
-        return defined or (hook == "bias" and cls.term is not None)
+        return defined or (hook == "bias" and cls.block_bias is not None)
 
     def uses(self, hook: str) -> bool:
         """Returns True if the hook does something in this layer; override it where parameters decide."""
@@ -272,12 +272,12 @@ class PositionEncoding(nn.Module):
             query: (B, H, Q, D), as given to the attention function.
             context: the context of this layer. scaling: the factor on q.k.
         """
-        tensors, settings = self.term_inputs(context, scaling)
-        return self.term.bias(logits, query, tensors, settings)
+        tensors, settings = self.bias_inputs(context, scaling)
+        return self.block_bias.bias(logits, query, tensors, settings)
 
-    def term_inputs(self, context: PositionContext, scaling: float) -> tuple[tuple[torch.Tensor, ...], tuple]:
-        """Returns the tensors and the settings (numbers) of `term`, if there is one."""
-        raise NotImplementedError(f"{type(self).__name__} has no term")
+    def bias_inputs(self, context: PositionContext, scaling: float) -> tuple[tuple[torch.Tensor, ...], tuple]:
+        """Returns the tensors and the settings (numbers) of `block_bias`, if there is one."""
+        raise NotImplementedError(f"{type(self).__name__} has no block_bias")
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, context: Any, **options: Any
@@ -298,15 +298,19 @@ class PositionEncoding(nn.Module):
     def kernel(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context: PositionContext, **options: Any
     ) -> torch.Tensor | dict[str, Any]:
-        """Returns the output (B, H, Q, D) of the encoding's Triton kernel, which also does what `after_cache` does.
+        """Runs the encoding's Triton kernel, which also does what `after_cache` does.
 
-        Or the bias as arguments of another kernel: of the first encoding of a sum, or of `plain_attention`.
         Import the kernel in the method: it is called only where Triton is installed.
 
         Args:
             query: (B, H, Q, D). key, value: (B, G, K, D), keys as cached. context: the context of this layer.
-            options: the mask as `ranges`, see `attention_mask`, or None for causal; `scaling`, the factor on q.k; the
-                probability of `dropout`, 0 outside training; arguments from other encodings of a sum.
+            options: `ranges`, the mask (see `attention_mask`), or None for causal; `scaling`, the factor on q.k;
+                `dropout`, the probability of dropping an attention weight, 0 outside training; and what the other
+                encodings of a sum returned.
+
+        Returns:
+            The output (B, H, Q, D). Or, of an encoding that is a bias only, more arguments: for the kernel of the first
+            encoding of a sum, or for `plain_attention` if no encoding of the layer has a kernel of its own.
         """
         raise NotImplementedError(f"{type(self).__name__} has no kernel")
 

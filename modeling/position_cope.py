@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb
 
-from .attention_blockwise import MASKED, Block, Term
+from .attention_blockwise import MASKED, Block, BlockBias
 from .learned_table import LearnedTable, SharedTable
 from .position_base import HIDDEN, Parameters, PositionContext, PositionEncoding, head_dim
 
@@ -26,9 +26,9 @@ class CoPEParameters(Parameters):
         num_positions: entries of the table; contextual positions are clamped to num_positions - 1. 64 in the paper's
             language models; Table 8 also has 16 and the length of the context.
         gates: the logits of the gates (end of Section 4). "key": the content logits. "separate_key": q.x times the same
-            factor, with a separate projection x of the hidden state (no bias), cached with the keys (G * D more numbers
-            per token). "value": q.v times the factor. "unrotated_key", in "cope+rope" only: q.k times the factor, both
-            before rotation; keys before rotation are cached, too. No kernel supports it.
+            factor, where x is a separate projection of the hidden state, without bias; it is cached with the keys
+            (G * D more numbers per token). "value": q.v times the factor. "unrotated_key", in "cope+rope" only: q.k
+            times the factor, both before rotation; keys before rotation are cached, too. No kernel supports it.
         scale_positions: also multiply q.e[p] by the factor on q.k (Eq. 6 under one 1/sqrt(d)). False is the paper's
             Listing 1, which learns several times faster.
         share_across_layers: one table for all layers, instead of one per layer.
@@ -65,17 +65,18 @@ class GateKey(nn.Linear):
     tensor_parallel_style = "colwise"
 
 
-class CoPETerm(Term):
-    """The term of CoPE.
+class CoPEBias(BlockBias):
+    """The bias of CoPE.
 
-    p grows to the left. From some column on it is clamped in every row of a block: there the term is a constant of
-    the row, z[P - 1], and only the columns before, the window, need gates. A window of the right width for one block
-    is a good guess for the next. Closed gates never saturate: then the window is the whole row, correct and slower.
+    Positions grow towards older keys. Where they have reached the last one in every row of a block, the bias of all
+    older keys is z[P - 1], a constant of the row, which softmax does not see. So only the near columns, those before,
+    need gates. Their number in one block is the first guess for the next. If the positions of a row never get that far,
+    because its gates are closed, all columns are near columns: correct, and slower.
 
-    In the window the term is linear in pieces: `values` of the piece that p is in, plus `slopes` of the piece times an
-    offset. A subclass may have other pieces, or other gates.
+    The bias is linear between integers: `values` of the piece that a position is in, plus its `slopes` times the offset
+    in the piece. A subclass may have other pieces, or other gates.
 
-    Tensors: the table (D, P), and where queries are rotated the query before that, (B, H, Q, D), which is then
+    Tensors: the table (D, P), and where queries are rotated the query before rotation, (B, H, Q, D), which is then
     multiplied with the table. Setting: the factor on q.e.
 
     Attributes of the class:
@@ -92,20 +93,19 @@ class CoPETerm(Term):
         query = tensors[1] if len(tensors) > 1 else query
         return interpolated(torch.sigmoid(content), query, tensors[0], settings[0])
 
-    def __init__(self, tensors: Sequence[torch.Tensor], settings: Sequence[float], attention: Any) -> None:
-        super().__init__(tensors, settings, attention)
-        self.scale = settings[0]
+    def prepare(self) -> None:
+        self.scale = self.settings[0]
         values, slopes = self.pieces()
         # One product gives both: side by side to gather from; interleaved, a pair is one complex number to scatter to.
         self.beside = torch.cat([values, slopes], 1)
         self.interleaved = torch.stack([values, slopes], -1).flatten(1)
         self.grad_interleaved = torch.zeros_like(self.interleaved)
         self.position_query = self.grad_position_query = None
-        if len(tensors) > self.required:
-            shape = (attention.N, attention.n, attention.Q, attention.D)
-            self.position_query = tensors[-1].to(attention.dtype).reshape(shape)
+        if len(self.tensors) > self.required:
+            shape = (self.attention.N, self.attention.n, self.attention.Q, self.attention.D)
+            self.position_query = self.tensors[-1].to(self.attention.dtype).reshape(shape)
             self.grad_position_query = torch.zeros_like(self.position_query)
-        # With gates near 0.5, and some rows.
+        # The number of near columns: for gates of about 0.5, and some rows.
         self.guess = 3 * (self.last + 1)
 
     def pieces(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -115,44 +115,45 @@ class CoPETerm(Term):
         """
         table = self.tensors[0].to(self.attention.dtype)
         self.last = table.shape[1] - 1
-        # Less z[last], the rest of the row stays as it is.
+        # z[last] is subtracted, so that columns that are not near stay unchanged.
         values = (table - table[:, -1:]) * self.scale
         steps = torch.zeros_like(table)
         torch.sub(table[:, 1:], table[:, :-1], out=steps[:, :-1]).mul_(self.scale)
         return values, steps
 
     def locate(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the piece that each position is in, int64, and the offset; may change `positions`."""
-        # Integers are clamped: NaN, which stays in the offset, is no index. (At the last position the slope is 0.)
+        """Returns the piece that each position is in, int64, and the offset in it; may change `positions`."""
+        # A position of NaN gets a valid index; its offset is NaN. At the last position the slope is 0.
         floor = positions.long().clamp_(0, self.last)
         return floor, positions.frac_()
 
-    def open(self, logits: torch.Tensor, block: Block, width: int) -> torch.Tensor:
+    def gates(self, logits: torch.Tensor, block: Block, width: int) -> torch.Tensor:
         """Returns the gates of the first columns, (C, n, R, width)."""
         return torch.sigmoid(logits[..., :width])
 
-    def _window(self, logits: torch.Tensor, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns gates and positions of the window, (C, n, R, w)."""
+    def _near_columns(self, logits: torch.Tensor, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns gates and positions of the near columns, (C, n, R, w)."""
         W = logits.shape[-1]
         by_data = self.attention.by_data
         width = min(W, self.guess) if by_data else W
         while True:
-            gates = self.open(logits, block, width)
+            gates = self.gates(logits, block, width)
             positions = gates.cumsum(-1)
             if width == W:
                 break
             saturated = positions[..., -1] >= self.last
             if bool(saturated.all()):
                 break
-            # A row that sees nothing further left is complete too.
+            # A row that sees no older keys is complete, too.
             if not block.causal_only and bool((saturated | (logits[..., width:].amax(-1) < MASKED / 2)).all()):
                 break
             width = min(W, 2 * width)
         if not by_data:
             return gates, positions
-        # The first row of the block counts furthest, as a rule: its count, rounded up, is the guess for the next block.
-        counting = int((positions[:, :, 0].amin((0, 1)) < self.last).sum())
-        self.guess = (counting // 16 + 2) * 16 if counting < width else max(self.guess, 2 * W)
+        # The first row of a block usually has the most columns before the last position. Their number, rounded up, is
+        # the guess for the next block; or all columns if there are more than were computed.
+        unsaturated = int((positions[:, :, 0].amin((0, 1)) < self.last).sum())
+        self.guess = (unsaturated // 16 + 2) * 16 if unsaturated < width else max(self.guess, 2 * W)
         return gates, positions
 
     def _query(self, block: Block) -> torch.Tensor:
@@ -164,7 +165,7 @@ class CoPETerm(Term):
     def add(self, logits: torch.Tensor, block: Block, *, keep: bool) -> None:
         query = self._query(block)
         values, slopes = torch.matmul(query, self.beside).split(self.beside.shape[1] // 2, -1)
-        gates, positions = self._window(logits, block)
+        gates, positions = self._near_columns(logits, block)
         piece, offset = self.locate(positions)
         slope = slopes.gather(-1, piece)
         logits[..., : gates.shape[-1]].add_(values.gather(-1, piece)).addcmul_(slope, offset)
@@ -175,17 +176,17 @@ class CoPETerm(Term):
         gates, piece, offset, slope = self.state
         self.state = ()
         C, n, R, width = gates.shape
-        window = grad[..., :width]
-        pair = torch.complex(window, offset.mul_(window))
+        near = grad[..., :width]
+        pair = torch.complex(near, offset.mul_(near))
         pieces = self.beside.shape[1] // 2
         sums = torch.zeros(C, n, R, pieces, dtype=pair.dtype, device=pair.device).scatter_add_(-1, piece, pair)
         sums = torch.view_as_real(sums).flatten(3)
         # dL/dg_ik sums dL/dp_ij over j <= k: here, over the columns from k on. (Its negative is what is computed.)
-        grad_positions = slope.mul_(window)
+        grad_positions = slope.mul_(near)
         running = grad_positions.cumsum(-1)
         total = running[..., -1:].clone()
         grad_gates = running.sub_(grad_positions).sub_(total)
-        from_gates = self.through_gates(torch.ops.aten.sigmoid_backward(grad_gates, gates), window, block)
+        from_gates = self.through_gates(torch.ops.aten.sigmoid_backward(grad_gates, gates), near, block)
         query = self._query(block)
         self.grad_interleaved.addmm_(query.reshape(-1, query.shape[-1]).T, sums.view(-1, sums.shape[-1]))
         grad_query = torch.matmul(sums, self.interleaved.T)
@@ -194,12 +195,12 @@ class CoPETerm(Term):
             return from_gates
         return grad_query if from_gates is None else grad_query.add_(from_gates)
 
-    def through_gates(self, negative: torch.Tensor, window: torch.Tensor, block: Block) -> torch.Tensor | None:
-        """Takes the negative gradient of the gates' logits (C, n, R, w) to what they are made of.
+    def through_gates(self, negative: torch.Tensor, near: torch.Tensor, block: Block) -> torch.Tensor | None:
+        """Propagates the negative gradient of the gates' logits, (C, n, R, w).
 
-        Adds to `window` (C, n, R, w), in place, the gradient of the content logits; returns that of the query rows.
+        Adds the gradient of the content logits to `near` (C, n, R, w), in place; returns that of the rows, or None.
         """
-        window.sub_(negative)
+        near.sub_(negative)
         return None
 
     def gradients(self) -> list[torch.Tensor]:
@@ -226,11 +227,11 @@ def interpolated(gates: torch.Tensor, query: torch.Tensor, table: torch.Tensor, 
     return z.gather(-1, floor) + (positions - floor) * step.gather(-1, floor)
 
 
-class GatedCoPETerm(CoPETerm):
-    """The term of CoPE whose gates other keys than the content's open: `CoPEParameters.gates`.
+class GatedCoPEBias(CoPEBias):
+    """The bias of CoPE with gate keys other than the content's: `CoPEParameters.gates`.
 
-    Tensors: the table (D, P), what opens the gates (B, G, K, D), and the query as in `CoPETerm`. Settings: the
-    factor on q.e, the factor on the gates, and 1 if that query opens the gates (0: the one of the content).
+    Tensors: the table (D, P), the gate keys (B, G, K, D), and the query as in `CoPEBias`. Settings: the factor on q.e,
+    the factor on the gates' logits, and 1 if these use that query (0: the query of the content).
     """
 
     name = "cope_gates"
@@ -244,13 +245,18 @@ class GatedCoPETerm(CoPETerm):
         G = gate_key.shape[1]
         position_query = tensors[2] if len(tensors) > 2 else query
         rows = (position_query if settings[2] else query).to(content.dtype).reshape(B, G, H // G * Q, D)
-        opening = (rows @ gate_key.to(content.dtype).transpose(2, 3)).to(content.dtype) * settings[1]
-        opening = opening.view(content.shape).masked_fill(content < HIDDEN, MASKED)
-        return interpolated(torch.sigmoid(opening), position_query, table, settings[0])
+        gate_logits = (rows @ gate_key.to(content.dtype).transpose(2, 3)).to(content.dtype) * settings[1]
+        gate_logits = gate_logits.view(content.shape).masked_fill(content < HIDDEN, MASKED)
+        return interpolated(torch.sigmoid(gate_logits), position_query, table, settings[0])
 
-    def __init__(self, tensors: Sequence[torch.Tensor], settings: Sequence[float], attention: Any) -> None:
-        super().__init__(tensors, settings, attention)
-        self.gate_key = tensors[1].to(attention.dtype).flip(2).reshape(attention.N, attention.K, attention.D)
+    def prepare(self) -> None:
+        super().prepare()
+        self.gate_key = (
+            self.tensors[1]
+            .to(self.attention.dtype)
+            .flip(2)
+            .reshape(self.attention.N, self.attention.K, self.attention.D)
+        )
         self.grad_gate_key = torch.zeros_like(self.gate_key)
 
     def _factors(self, block: Block, width: int) -> tuple[torch.Tensor, torch.Tensor, slice]:
@@ -259,15 +265,15 @@ class GatedCoPETerm(CoPETerm):
         query = (self._query(block) if self.settings[2] else block.query).to(self.gate_key.dtype) * self.settings[1]
         return query.reshape(query.shape[0], -1, query.shape[-1]), self.gate_key[block.chunk, columns], columns
 
-    def open(self, logits: torch.Tensor, block: Block, width: int) -> torch.Tensor:
+    def gates(self, logits: torch.Tensor, block: Block, width: int) -> torch.Tensor:
         rows, keys, _ = self._factors(block, width)
-        opening = torch.bmm(rows, keys.transpose(1, 2)).view(*logits.shape[:3], width)
-        # Where nothing but causality hides keys, older ones than the block's rows are seen.
-        some = min(width, logits.shape[2]) if block.causal_only else width
-        opening[..., :some].masked_fill_(logits[..., :some] < HIDDEN, MASKED)
-        return opening.sigmoid_()
+        gate_logits = torch.bmm(rows, keys.transpose(1, 2)).view(*logits.shape[:3], width)
+        # With a causal mask only, the keys before the rows of the block are visible to all of them.
+        masked = min(width, logits.shape[2]) if block.causal_only else width
+        gate_logits[..., :masked].masked_fill_(logits[..., :masked] < HIDDEN, MASKED)
+        return gate_logits.sigmoid_()
 
-    def through_gates(self, negative: torch.Tensor, window: torch.Tensor, block: Block) -> torch.Tensor:
+    def through_gates(self, negative: torch.Tensor, near: torch.Tensor, block: Block) -> torch.Tensor:
         rows, keys, columns = self._factors(block, negative.shape[-1])
         grad = negative.neg_().reshape(rows.shape[0], rows.shape[1], -1)
         self.grad_gate_key[block.chunk, columns].baddbmm_(grad.transpose(1, 2), rows)
@@ -288,27 +294,29 @@ class GatedCoPETerm(CoPETerm):
 class CoPE(PositionEncoding):
     """CoPE, Contextual Position Encoding. (Not "Clipped RoPE", which has the same short name.)
 
-    A key is counted if its gate is open, and positions are counts:
+    The position of a key is the number of keys with an open gate from it to the query:
 
         g_ij = sigmoid(s_ij), s_ij the scaled, masked content logit (Eq. 3)
         p_ij = sum of g_ik for k = j..i, at most num_positions - 1 (Eq. 4)
         z_i[p] = q_i . e[p], between integers by linear interpolation (Eq. 7, 8)
         logit = s_ij + z_i[p_ij] (Eq. 9)
 
-    Needs no positions from outside: padding and other documents have closed gates. Other keys than the content's may
-    open the gates: see `CoPEParameters.gates`.
+    It needs no position ids: the gates of padding and of other documents are closed. `CoPEParameters.gates` sets which
+    keys the gates use.
 
-    With RoPE ("cope+rope") there is no released recipe; here gates and content use the rotated queries and keys, and
-    separate gate keys are rotated like the keys, so that gates depend on distances. The table is multiplied with the
-    query before rotation: a rotated one would make z_i[p] depend on the absolute position of the query. The gates see
-    the content only with "unrotated_key", and with relative positions or ALiBi ("cope+relative", "cope+alibi").
+    There is no released recipe for a sum with RoPE ("cope+rope"). Here:
+    - Content logits and gates use rotated queries and keys; separate gate keys are rotated, too. So gates depend on
+      content and distance; with gates="unrotated_key" on content only.
+    - The table is multiplied with the query before rotation. With a rotated query, z_i[p] would depend on the absolute
+      position of the query.
+    In sums with relative positions or ALiBi ("cope+relative", "cope+alibi"), gates depend on content only.
     """
 
     name = "cope"
     paper = "Golovneva et al. 2024 (2405.18719)"
     summary = "counts the keys whose content opens a gate; learned embedding of the (fractional) count"
     parameters_class = CoPEParameters
-    term: type[Term] = CoPETerm
+    block_bias: type[BlockBias] = CoPEBias
 
     def __init__(self, config: Any, parameters: CoPEParameters, layer_idx: int) -> None:
         super().__init__(config, parameters, layer_idx)
@@ -319,7 +327,7 @@ class CoPE(PositionEncoding):
         if parameters.gates == "separate_key":
             self.gate_key = GateKey(config.hidden_size, config.num_key_value_heads * self.head_dim, bias=False)
         if parameters.gates != "key":
-            self.term = GatedCoPETerm
+            self.block_bias = GatedCoPEBias
 
     @classmethod
     def shared(cls, config: Any, parameters: CoPEParameters) -> SharedTable | None:
@@ -342,10 +350,10 @@ class CoPE(PositionEncoding):
         return states.to(key.dtype)
 
     def _gate_key(self, context: PositionContext, value: torch.Tensor | None) -> torch.Tensor | None:
-        """Returns what opens the gates, (B, G, K, D), or None for the keys."""
+        """Returns the gate keys (B, G, K, D), or None if they are the keys of the content."""
         return value if self.parameters_.gates == "value" else context.states.get(self.name)
 
-    def term_inputs(self, context: PositionContext, scaling: float) -> tuple[tuple[torch.Tensor, ...], tuple]:
+    def bias_inputs(self, context: PositionContext, scaling: float) -> tuple[tuple[torch.Tensor, ...], tuple]:
         gate_key = self._gate_key(context, context.value)
         tensors = self._table(context), gate_key, context.query if self.rotated else None
         scale = scaling if self.parameters_.scale_positions else 1.0

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from .attention_blockwise import Block, Term
+from .attention_blockwise import Block, BlockBias
 from .learned_table import LearnedTable
 from .position_alibi import alibi_slopes
 from .position_base import Parameters, PositionContext, PositionEncoding
@@ -40,8 +40,8 @@ class CoPEALiBiParameters(Parameters):
             yield "first_slope", f"with slopes={self.slopes!r} it is unused; allowed: 1.0, or slopes='fixed'"
 
 
-class CoPEALiBiTerm(Term):
-    """The term of CoPE_ALiBi: its tensor is the slopes (at least H)."""
+class CoPEALiBiBias(BlockBias):
+    """The bias of CoPE_ALiBi: its tensor is the slopes (at least H)."""
 
     name = "cope_alibi"
     reads_content = True
@@ -54,9 +54,8 @@ class CoPEALiBiTerm(Term):
         positions = gates.flip(-1).cumsum(-1).flip(-1)
         return tensors[0][: query.shape[1], None, None].to(content.dtype) * positions
 
-    def __init__(self, tensors: Sequence[torch.Tensor], settings: Sequence[float], attention: Any) -> None:
-        super().__init__(tensors, settings, attention)
-        self.slopes = attention.of_heads(tensors[0])
+    def prepare(self) -> None:
+        self.slopes = self.attention.of_heads(self.tensors[0])
         self.grad_slopes = torch.zeros_like(self.slopes)
 
     def add(self, logits: torch.Tensor, block: Block, *, keep: bool) -> None:
@@ -97,7 +96,7 @@ class CoPEALiBi(PositionEncoding):
     paper = "Golovneva et al. 2024 (2405.18719), Eq. 10"
     summary = "CoPE's count as a bias, fixed or learned slope for each head (CoPE_ALiBi)"
     parameters_class = CoPEALiBiParameters
-    term = CoPEALiBiTerm
+    block_bias = CoPEALiBiBias
 
     def __init__(self, config: Any, parameters: CoPEALiBiParameters, layer_idx: int) -> None:
         super().__init__(config, parameters, layer_idx)
@@ -114,13 +113,5 @@ class CoPEALiBi(PositionEncoding):
             return alibi_slopes(heads, device)[first:]
         return self.parameters_.first_slope * 0.5 ** torch.arange(first, heads, dtype=torch.float32, device=device)
 
-    def term_inputs(self, context: PositionContext, scaling: float) -> tuple[tuple[torch.Tensor, ...], tuple]:
+    def bias_inputs(self, context: PositionContext, scaling: float) -> tuple[tuple[torch.Tensor, ...], tuple]:
         return (self._slopes(context),), ()
-
-    def kernel(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context: PositionContext, **options: Any
-    ) -> torch.Tensor:
-        from .kernel_scan import cope_alibi_attention
-
-        slopes = self._slopes(context)[: query.shape[1]]
-        return cope_alibi_attention(query, key, value, slopes, **options)

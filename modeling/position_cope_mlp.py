@@ -13,7 +13,7 @@ from torch import nn
 from transformers import initialization as init
 
 from .position_base import Parameters, PositionContext, PositionEncoding
-from .position_cope import CoPETerm
+from .position_cope import CoPEBias
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,8 +92,8 @@ def _values_and_slopes(
     return values, slopes
 
 
-class CoPEMLPTerm(CoPETerm):
-    """The term of CoPE_MLP: tensors are weight (N,), bias (N,) and output (D, N) of `PositionMLP`.
+class CoPEMLPBias(CoPEBias):
+    """The bias of CoPE_MLP: tensors are weight (N,), bias (N,) and output (D, N) of `PositionMLP`.
 
     Settings: the factor on q.e, and the largest position.
 
@@ -161,30 +161,11 @@ class CoPEMLP(PositionEncoding):
     paper = "Golovneva et al. 2024 (2405.18719), Appendix C"
     summary = "CoPE with a small network of the count in place of the table (CoPE_MLP); in all layers or the first"
     parameters_class = CoPEMLPParameters
-    term = CoPEMLPTerm
+    block_bias = CoPEMLPBias
 
     def __init__(self, config: Any, parameters: CoPEMLPParameters, layer_idx: int) -> None:
         super().__init__(config, parameters, layer_idx)
         self.network = PositionMLP(self.head_dim, parameters.hidden_units)
 
-    def term_inputs(self, context: PositionContext, scaling: float) -> tuple[tuple[torch.Tensor, ...], tuple]:
+    def bias_inputs(self, context: PositionContext, scaling: float) -> tuple[tuple[torch.Tensor, ...], tuple]:
         return self.network(None), (scaling, self.parameters_.num_positions - 1)
-
-    def kernel(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context: PositionContext, **options: Any
-    ) -> torch.Tensor:
-        from .kernel_cope import cope_attention
-
-        last = self.parameters_.num_positions - 1
-        weight, bias, output = (tensor.float() for tensor in self.network(None))
-        weight = weight / last
-        with torch.no_grad():
-            knots, active = _activity(weight, bias, last)
-            left = torch.cat((torch.zeros_like(knots[:1]), knots.clamp(min=0)))
-            # In the last piece the value is that of the largest position.
-            sloping = torch.cat((active[:, :-1], torch.zeros_like(active[:, :1])), 1)
-        units = torch.cat(((weight[:, None] * left + bias[:, None]) * active, weight[:, None] * sloping), 1)
-        with torch.autocast(query.device.type, enabled=False):
-            table = output @ units
-        pieces = {"knots": knots, "num_positions": last + 1}
-        return cope_attention(query, key, value, table, **pieces, position_scale=options["scaling"], **options)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from .attention_blockwise import Block, Term, join_digits, split_digits
+from .attention_blockwise import Block, BlockBias, join_digits, split_digits
 from .head_linear import HeadLinear
 from .position_base import HIDDEN, Parameters, PositionContext, PositionEncoding
 
@@ -36,10 +36,10 @@ class FoXParameters(Parameters):
     gate_bias_init: float = 0.0
 
 
-class FoXTerm(Term):
-    """The term of FoX: log f of every key, (B, H, K).
+class FoXBias(BlockBias):
+    """The bias of FoX: log f of every key, (B, H, K).
 
-    Softmax does not see a constant of a row. So where a row sees all keys between its oldest one and itself, the term
+    Softmax does not see a constant of a row. So where a row sees all keys between its oldest one and itself, the bias
     is the sum of log f from the newest key of the block to the key, the same for all rows: one addition. It is taken
     less the sum up to the newest row of a few (`REFERENCE_ROWS`), not from the beginning of the sequence: after
     thousands of tokens, a difference of such sums has no digits left. With a 4D mask, each row has sums of its own.
@@ -55,9 +55,9 @@ class FoXTerm(Term):
         gates = torch.where(content > HIDDEN, log_forget[:, :, None].to(content.dtype), 0.0)
         return _newer(gates.flip(-1)).flip(-1)
 
-    def __init__(self, tensors: Sequence[torch.Tensor], settings: Sequence[float], attention: Any) -> None:
-        super().__init__(tensors, settings, attention)
-        self.log_forget = attention.of_keys(tensors[0])
+    def prepare(self) -> None:
+        attention = self.attention
+        self.log_forget = attention.of_keys(self.tensors[0])
         # True if rows see all keys between two that they see, but for padding.
         self.contiguous = attention.mask is None and attention.aligned
         self.padding = None
@@ -134,7 +134,7 @@ class FoX(PositionEncoding):
     parameters_class = FoXParameters
     # The sum goes over visible keys; `flex_attention` makes its bias without the mask.
     bias_reads = "mask"
-    term = FoXTerm
+    block_bias = FoXBias
 
     def __init__(self, config: Any, parameters: FoXParameters, layer_idx: int) -> None:
         super().__init__(config, parameters, layer_idx)
@@ -147,14 +147,14 @@ class FoX(PositionEncoding):
         log_forget = F.logsigmoid(logits.to(torch.promote_types(logits.dtype, torch.float32)))
         return split_digits(log_forget.unflatten(2, (key.shape[1], -1)).transpose(1, 2), key.dtype)
 
-    def term_inputs(self, context: PositionContext, scaling: float) -> tuple[tuple[torch.Tensor, ...], tuple]:
+    def bias_inputs(self, context: PositionContext, scaling: float) -> tuple[tuple[torch.Tensor, ...], tuple]:
         log_forget = join_digits(context.states[self.name]).transpose(2, 3)
         return (log_forget.flatten(1, 2),), ()
 
     def kernel(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context: PositionContext, **options: Any
     ) -> dict[str, Any]:
-        (log_forget,), _ = self.term_inputs(context, 1.0)
+        (log_forget,), _ = self.bias_inputs(context, 1.0)
         Q, K = query.shape[2], log_forget.shape[2]
         slots = torch.arange(K - Q, K, device=query.device)[None]
         if (ranges := options["ranges"]) is not None:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 
-from .attention_blockwise import Block, Term, compute_dtype
+from .attention_blockwise import Block, BlockBias, compute_dtype
 from .learned_table import SharedTable
 from .position_base import Parameters, PositionContext, PositionEncoding, head_dim
 
@@ -42,8 +42,8 @@ class RelativeParameters(Parameters):
         return dataclasses.replace(self, num_positions=config.max_position_embeddings)
 
 
-class RelativeTerm(Term):
-    """The term of relative positions: tensors are the table (P, D), the query positions and the key positions.
+class RelativeBias(BlockBias):
+    """The bias of relative positions: tensors are the table (P, D), the query positions and the key positions.
 
     Settings: the factor on q.e, and 1 if larger distances get the last entry, 0 if they get none.
     """
@@ -64,11 +64,10 @@ class RelativeTerm(Term):
         bias = z.gather(-1, distance.clamp(max=P - 1).expand(shape))
         return bias if capped else bias.masked_fill(distance >= P, 0.0)
 
-    def __init__(self, tensors: Sequence[torch.Tensor], settings: Sequence[float], attention: Any) -> None:
-        super().__init__(tensors, settings, attention)
-        self.table = tensors[0].to(attention.dtype)
-        self.query_positions, self.key_positions = tensors[1], tensors[2].flip(1)
-        self.scale, self.capped = settings
+    def prepare(self) -> None:
+        self.table = self.tensors[0].to(self.attention.dtype)
+        self.query_positions, self.key_positions = self.tensors[1], self.tensors[2].flip(1)
+        self.scale, self.capped = self.settings
         self.grad_table = torch.zeros_like(self.table)
 
     def _distances(self, block: Block) -> tuple[torch.Tensor, bool]:
@@ -146,7 +145,7 @@ class RelativePosition(PositionEncoding):
     summary = "learned embedding of the distance i - j on the keys, one table for all heads and layers"
     parameters_class = RelativeParameters
     bias_reads = "nothing"
-    term = RelativeTerm
+    block_bias = RelativeBias
 
     @classmethod
     def shared(cls, config: Any, parameters: RelativeParameters) -> SharedTable:
@@ -154,7 +153,7 @@ class RelativePosition(PositionEncoding):
         width = head_dim(config)
         return SharedTable(parameters.num_positions, width, std=width**-0.5)
 
-    def term_inputs(self, context: PositionContext, scaling: float) -> tuple[tuple[torch.Tensor, ...], tuple]:
+    def bias_inputs(self, context: PositionContext, scaling: float) -> tuple[tuple[torch.Tensor, ...], tuple]:
         tensors = context.shared[self.name], context.query_positions, context.key_positions
         return tensors, (scaling, self.parameters_.beyond == "last")
 

@@ -6,20 +6,23 @@ see `attention_blockwise`).
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import functools
+import inspect
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
+from transformers.utils import logging
 
 from .attention_blockwise import (
     DIRECT_ROWS,
     MASKED,
-    Bias,
+    BiasInputs,
     Block,
-    Term,
+    BlockBias,
     attend_in_blocks,
     autocast_inputs,
     check_inputs,
@@ -28,6 +31,8 @@ from .attention_blockwise import (
 from .attention_mask import causal_mask, dense_mask, is_ranges
 from .learned_table import LearnedTable
 from .position_base import Parameters, PositionContext, PositionEncoding
+
+logger = logging.get_logger(__name__)
 
 # Above it softplus(x) is taken as x (the paper's stabilised softplus).
 LINEAR = 15.0
@@ -78,7 +83,7 @@ def _without_own(mask: torch.Tensor) -> torch.Tensor:
     return mask.scatter(-1, own, False if mask.dtype == torch.bool else float("-inf"))
 
 
-class StickTerm(Term):
+class StickBias(BlockBias):
     """Stick-breaking attention as a term: the weights are exp(z - sums of softplus). Setting: 1 if own keys are hidden.
 
     Keys further left than where the stick of every row of a block is spent are not touched. The window of one block is
@@ -90,20 +95,19 @@ class StickTerm(Term):
     fades = True
     softmax = False
 
-    def __init__(self, tensors: Sequence[torch.Tensor], settings: Sequence[float], attention: Any) -> None:
-        super().__init__(tensors, settings, attention)
-        (strict,), size = settings, attention.block_size
+    def prepare(self) -> None:
+        (strict,), size = self.settings, self.attention.block_size
         # Row r of a block has its own key in column R - 1 - r; of a 4D mask the own keys are taken out already.
-        own = torch.eye(size, dtype=attention.dtype, device=attention.device).flip(1)
-        self.own_logits = own * MASKED if strict and attention.mask is None else None
-        if strict and not attention.aligned:
+        own = torch.eye(size, dtype=self.attention.dtype, device=self.attention.device).flip(1)
+        self.own_logits = own * MASKED if strict and self.attention.mask is None else None
+        if strict and not self.attention.aligned:
             # The own key is the newest that a row sees.
-            attention.high, self.own_logits = attention.high - 1, None
-        self.limit = SPENT[attention.dtype]
+            self.attention.high, self.own_logits = self.attention.high - 1, None
+        self.limit = SPENT[self.attention.dtype]
         # With logits near 0, of which each takes 0.7 of the limit.
         self.guess = size + 96
 
-    def window(self, block: Block, *, keep: bool) -> tuple[Block, torch.Tensor, torch.Tensor]:
+    def logits(self, block: Block, *, keep: bool) -> tuple[Block, torch.Tensor, torch.Tensor]:
         """Returns the part of a block in which sticks last, its logits, and what is left of them (C, n, R)."""
         attention, columns = self.attention, block.columns
         all_columns = columns.stop - columns.start
@@ -197,7 +201,7 @@ def stick_breaking_attention(
             mask = causal_mask(query.shape[2], key.shape[2], query.device)[None, None]
         mask = _without_own(dense_mask(mask, query.shape[2]) if is_ranges(mask) else mask)
     if not at_once:
-        biases = [Bias(StickTerm, (), (not inclusive,))]
+        biases = [BiasInputs(StickBias, (), (not inclusive,))]
         output, remainder = attend_in_blocks(query, key, value, mask, scaling, biases, dropout, block_size)
         return output, remainder, None
     found = []
@@ -209,6 +213,119 @@ def stick_breaking_attention(
 
     output, weights = direct_attention(query, key, value, mask, scaling, weigh, dropout)
     return output, found[0], weights if direct else None
+
+
+# Devices on which flash-linear-attention is used.
+FUSED_DEVICES = ("cuda",)
+
+
+@functools.cache
+def _fused_attention() -> Callable[..., Any] | None:
+    """Returns the kernel of flash-linear-attention, or None where it is not installed, which is said once."""
+    try:
+        from fla.ops.stickbreaking_attn import parallel_stickbreaking_attn
+    except ImportError as error:
+        reason = str(error)
+    else:
+        if "scale" in inspect.signature(parallel_stickbreaking_attn).parameters:
+            return parallel_stickbreaking_attn
+        reason = "it is older than 0.6"
+    logger.warning_once(
+        "Stick-breaking attention is faster on a GPU with flash-linear-attention: `pip install fla-core`. PyTorch "
+        f"computes it now ({reason})."
+    )
+    return None
+
+
+def _fused_supports(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, dropout: float) -> bool:
+    """Returns True if flash-linear-attention computes the call: for example not decoding, nor dropout."""
+    device, dtype = query.device, query.dtype
+    if device.type not in FUSED_DEVICES or torch.compiler.is_compiling():
+        return False
+    if device.type == "cuda":
+        # Triton needs Ampere or newer. `_documents` waits for the device, which a CUDA graph cannot.
+        old = torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0)
+        if old or (mask is not None and torch.cuda.is_current_stream_capturing()):
+            return False
+    # Its products of float32 have TF32.
+    exact = dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision != "tf32"
+    return (
+        dtype in (torch.float32, torch.bfloat16, torch.float16)
+        and not (exact and device.type == "cuda")
+        and dtype == key.dtype == value.dtype
+        and query.shape[2] == key.shape[2]
+        and max(query.shape[3], value.shape[3]) <= 256
+        and (mask is None or is_ranges(mask))
+        and dropout == 0
+        and _fused_attention() is not None
+    )
+
+
+def _documents(ranges: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Returns the tokens that are not padding, in B * T, and where documents begin and end among them, for Q = K = T.
+
+    None if that does not describe what the rows see, or everything is padding.
+    """
+    B, T = ranges.shape[0], ranges.shape[2] // 2
+    (low, high), valid = ranges[:, 0, :T].unbind(-1), ranges[:, 0, T:, 0] != 0
+    newest = torch.arange(1, T + 1, device=ranges.device)
+    differs = ((high > low) != valid) | (valid & (high != newest))
+    tokens = valid.flatten().nonzero()[:, 0]
+    if not len(tokens) or bool(differs.any()):
+        return None
+    document = low + T * torch.arange(B, device=ranges.device)[:, None]
+    _, lengths = torch.unique_consecutive(document.flatten()[tokens], return_counts=True)
+    return tokens, F.pad(lengths.cumsum(0), (1, 0))
+
+
+class _FirstDerivative(torch.autograd.Function):
+    """The identity. It refuses gradients of gradients, from which the kernel's part would be missing."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if torch.is_grad_enabled():
+            raise NotImplementedError(
+                "stick-breaking attention by flash-linear-attention has no second derivative: use "
+                "attn_implementation='eager' for gradients of gradients"
+            )
+        return grads
+
+
+def fused_stick_breaking_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, mask: torch.Tensor | None = None, scaling: float,
+    inclusive: bool = False, dropout: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor] | None:  # fmt: skip
+    """Stick-breaking attention by flash-linear-attention, or None where it does not compute the call.
+
+    Arguments and results are those of `stick_breaking_attention`, but for the remainder's type, that of the query.
+    Documents and padding are sequences of different lengths beside each other, without the padding.
+    """
+    query, key, value = autocast_inputs(query, key, value)
+    documents = None
+    if not _fused_supports(query, key, value, mask, dropout):
+        return None
+    if mask is not None:
+        documents = _documents(mask)
+        if documents is None:
+            return None
+    B, H, T, _ = query.shape
+    # (B, T, H, D), as projections leave them in memory.
+    inputs = [tensor.transpose(1, 2) for tensor in (query, key, value)]
+    attend: Any = _fused_attention()
+    if documents is None:
+        output, remainder = attend(*inputs, scale=scaling, attend_current=inclusive)
+    else:
+        tokens, bounds = documents
+        inputs = [tensor.flatten(0, 1)[tokens][None] for tensor in inputs]
+        packed, left = attend(*inputs, scale=scaling, attend_current=inclusive, cu_seqlens=bounds)
+        output = packed.new_zeros(B * T, *packed.shape[2:]).index_copy(0, tokens, packed[0]).unflatten(0, (B, T))
+        remainder = left.new_ones(B * T, H).index_copy(0, tokens, left[0]).unflatten(0, (B, T))
+    output, remainder = _FirstDerivative.apply(output, remainder)
+    return output.transpose(1, 2), remainder.transpose(1, 2)
 
 
 class HeadNorm(nn.Module):
@@ -260,24 +377,20 @@ class StickBreaking(PositionEncoding):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, context: Any, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         given = {"inclusive": self.parameters_.inclusive, "scaling": options["scaling"], "dropout": options["dropout"]}
-        direct = None if options["implementation"] == "blockwise" else True
+        blockwise = options["implementation"] == "blockwise"
+        fused = fused_stick_breaking_attention(query, key, value, mask=mask, **given) if blockwise else None
+        if fused is not None:
+            return self._add_remainder(*fused, context), None
+        direct = None if blockwise else True
         output, remainder, weights = stick_breaking_attention(query, key, value, mask=mask, direct=direct, **given)
         return self._add_remainder(output, remainder, context), weights
-
-    def kernel(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context: PositionContext, **options: Any
-    ) -> torch.Tensor:
-        from .kernel_scan import stick_attention
-
-        output, remainder = stick_attention(query, key, value, inclusive=self.parameters_.inclusive, **options)
-        return self._add_remainder(output, remainder, context)
 
     def _add_remainder(self, output: torch.Tensor, remainder: torch.Tensor, context: PositionContext) -> torch.Tensor:
         """Returns outputs (B, H, Q, D) with what the remainder (B, H, Q) is multiplied with."""
         if self.parameters_.remainder == "none":
             return output
         heads, dtype = output.shape[1], output.dtype
-        output = output.to(remainder.dtype)
+        output = output.to(torch.promote_types(remainder.dtype, torch.float32))
         if self.head_bias is not None and self.norm is not None:
             first = context.head_offset
             bias = self.head_bias(None)[first : first + heads, None]

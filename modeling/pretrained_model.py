@@ -2,7 +2,6 @@
 
 import copy
 import importlib
-import inspect
 import os
 import pathlib
 import re
@@ -13,21 +12,14 @@ import torch
 import transformers
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.utils import logging
 
-from .attention import choose_implementation
+from .attention_choice import choose_implementation, supported_implementations
+from .attention_engine import batch_dependence
 from .model_card import PIPELINES, card_tags, complete_card
-from .position_registry import (
-    POSITION_ENCODINGS,
-    batch_dependence,
-    check,
-    layer_default,
-    layer_plan,
-    older_weights,
-    parse,
-    supported_implementations,
-)
+from .position_plan import check
+from .position_registry import PARTS
+from .saved_code import code_files, reduce_code
 
 logger = logging.get_logger(__name__)
 
@@ -130,7 +122,9 @@ class WhatWherePreTrainedModel(PreTrainedModel):
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Loads a model, see `PreTrainedModel.from_pretrained`; converts weights of older versions."""
-        upgrade = older_weights and older_weights(cls.config_class, pretrained_model_name_or_path, kwargs)  # type: ignore
+        upgrade = None
+        if "older_weights" in PARTS:
+            upgrade = PARTS["older_weights"](cls.config_class, pretrained_model_name_or_path, kwargs)
         loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         if upgrade is not None:
@@ -166,7 +160,7 @@ class WhatWherePreTrainedModel(PreTrainedModel):
             )
         if folder.is_file():
             raise NotADirectoryError(f"save_directory={str(folder)!r} is a file; it must be a folder.")
-        clash = [name for name in self._code_files(pathlib.Path(__file__).parent) if (folder / name).exists()]
+        clash = [name for name in code_files(pathlib.Path(__file__).parent, self) if (folder / name).exists()]
         if clash and not (folder / "position_registry.py").exists():
             raise FileExistsError(f"save_directory={str(folder)!r} has {clash!r}; the model's code needs these names.")
         family = cls.__module__.rpartition(".")[2]
@@ -179,57 +173,13 @@ class WhatWherePreTrainedModel(PreTrainedModel):
         self.config._weights_version = self.config.weights_version
         super().save_pretrained(save_directory, *args, **kwargs)
         if self.should_save_on_this_rank(kwargs.get("is_main_process", True)) and os.path.isdir(save_directory):
-            self._reduce_code(folder)
+            reduce_code(folder, self)
             complete_card(folder, self.config, source=self.config._name_or_path or None)
-
-    def _reduce_code(self, folder: pathlib.Path) -> None:
-        """Removes from a saved folder the code of encodings that the configuration does not name."""
-        registry = folder / "position_registry.py"
-        # Never in the folder of this code.
-        if not registry.is_file() or folder.samefile(pathlib.Path(__file__).parent):
-            return
-        parts = parse(self.config).values()
-        used = [cls for cls, _ in parts]
-        dropped = {cls.__name__ for cls in POSITION_ENCODINGS.values() if cls not in used}
-        plan = layer_plan(self.config)
-        kernels = ["".join(inspect.getsource(cls.kernel) for cls, _ in p if cls.overrides("kernel")) for p in plan]
-        implementations = supported_implementations(self.config)
-        needed = {
-            "attention_auto": "auto" in implementations,
-            "attention_engine": "sdpa" in implementations,
-            "attention_mask": not {"auto", "blockwise", "triton"}.isdisjoint(implementations),
-            "attention_autograd": any(cls.overrides("bias") and cls.term is None for cls in used),
-            "attention_blockwise": any(cls.overrides("bias") or not cls.softmax for cls in used),
-            "attention_triton": any(kernels),
-            "attention_options": bool(self.config.attention_options),
-            "attention_sdpa": any(layer_default(parts) == "sdpa" for parts in plan) or "sdpa" in implementations,
-            "checkpoint_conversion": False,
-            # Some only give arguments.
-            "kernel_plain": any(kernels) and not all("from .kernel_" in layer for layer in kernels),
-            "kernel_knots": any("knots" in layer for layer in kernels),
-            "kernel_polar": any("kernel_pope import" in layer for layer in kernels),
-            "kernel_terms": any(re.search(r"^$|kernel_plain import|return \{", layer) for layer in kernels),
-        }
-        for path in (registry, *folder.glob("kernel_*.py")):
-            text = path.read_text(encoding="utf-8").replace("COMPLETE = True", "COMPLETE = False")
-            for module, names in re.findall(r"from \.(\w+) import (\([^)]*\)|.+)\n", text):
-                if not needed.get(module, True):
-                    nothing = " = ".join([*re.findall(r"\w+", names), "None"])
-                    text = text.replace(f"from .{module} import {names}\n", f"{nothing}\n")
-            lines = [line for line in text.splitlines() if line.rpartition("import ")[2].strip(" ,") not in dropped]
-            path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        for unused in self._code_files(pathlib.Path(__file__).parent) - self._code_files(folder):
-            (folder / unused).unlink(missing_ok=True)
-
-    def _code_files(self, folder: pathlib.Path) -> set[str]:
-        """Returns the names of the files in a folder that the model's own file imports."""
-        name = f"{type(self).__module__.rpartition('.')[2]}.py"
-        return {os.path.basename(path) for path in get_relative_import_files(folder / name)}
 
     def _upload_modified_files(self, working_dir: str | os.PathLike, repo_id: str, *args: Any, **kwargs: Any) -> Any:
         # Called between the generic card, which Transformers writes when it pushes, and the upload; with
         # `save_pretrained(push_to_hub=True)` continues here before it returns.
-        self._reduce_code(pathlib.Path(working_dir))
+        reduce_code(pathlib.Path(working_dir), self)
         complete_card(os.fspath(working_dir), self.config, source=self.config._name_or_path or None, name=repo_id)
         return super()._upload_modified_files(working_dir, repo_id, *args, **kwargs)
 
@@ -277,10 +227,14 @@ def register(*classes: Any) -> None:
 
 
 def refusal(message: str) -> ValueError:
-    """Returns the error for a request; `transformers serve` answers with its text only if it is the server's own."""
+    """Returns the error for a request that is not valid; `transformers serve` answers with code 400 and the message.
+
+    The server does so only for its own exceptions, so this error is also one of them if the server runs.
+    """
     server: Any = sys.modules.get("starlette.exceptions")
     if server is None:
         return ValueError(message)
+    # Fields of its class; `__reduce__` lets the error pass between processes.
     fields = {"status_code": 400, "detail": message, "headers": None, "__str__": Exception.__str__}
     fields["__reduce__"] = lambda _: (ValueError, (message,))
     return type("RequestError", (ValueError, server.HTTPException), fields)(message)

@@ -14,6 +14,8 @@ from pydantic_core import PydanticCustomError
 
 from whatwhere.position_base import suggest
 
+from .errors import Refused
+
 C = TypeVar("C", bound="Checked")
 
 # Types of fields with a range.
@@ -22,14 +24,6 @@ NotNegative = Annotated[int, pydantic.Field(ge=0)]
 Positive = Annotated[float, pydantic.Field(gt=0)]
 Fraction = Annotated[float, pydantic.Field(ge=0, lt=1)]
 NotNegativeFloat = Annotated[float, pydantic.Field(ge=0)]
-
-
-class Refused(ValueError):
-    """User input is not valid; the message has all known problems."""
-
-    def __init__(self, *problems: str) -> None:
-        self.problems = problems
-        super().__init__(problems[0] if len(problems) == 1 else "\n- ".join([f"{len(problems)} errors:", *problems]))
 
 
 class Checked(pydantic.BaseModel):
@@ -43,6 +37,15 @@ class Checked(pydantic.BaseModel):
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yields (field, reason) for problems across fields that are valid separately."""
         yield from ()
+
+    @classmethod
+    def problems_of(cls, values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+        """Yields what `problems` would, of an instance with these fields, each of which is valid."""
+        try:
+            cls(**values)
+        except pydantic.ValidationError as error:
+            for entry in error.errors(include_url=False):
+                yield from ((name, reason) for name, _, reason in entry["ctx"]["found"])
 
     @pydantic.model_validator(mode="after")
     def _check_problems(self) -> "Checked":

@@ -9,7 +9,7 @@ from transformers.utils import logging
 
 from whatwhere.position_base import suggest
 
-from .training.errors import reported
+from .errors import reported
 
 # Group, name, what it does, example, module. Each module has `main(arguments)`.
 COMMANDS = (
@@ -30,8 +30,8 @@ COMMANDS = (
     ("evaluate", "task", "error rates on a toy task", "runs/flip_flop", "evaluation.task"),
     ("compare", "compare", "results of models side by side", "runs/rope runs/pope", "commands.compare"),
     ("compare", "reproduce", "a table of the papers and our results", "cope_2 --small", "commands.reproduce"),
-    ("compare", "analysis", "figures of frequencies, phases and gates", "maps runs/cope", "analysis.command"),
-    ("compare", "card", "model cards of trained models", "runs/rope runs/pope", "cards.command"),
+    ("compare", "analysis", "figures of frequencies, phases and gates", "maps runs/cope", "commands.analysis"),
+    ("compare", "card", "model cards of trained models", "runs/rope runs/pope", "commands.card"),
     ("kernels", "benchmark", "speed and memory of attention and models", "--quick", "benchmark.command"),
     ("kernels", "gpu-check", "check the kernels on a GPU, then time them", "--output gpu", "gpu_check"),
     ("kernels", "kernel-hub", "the kernels for Hugging Face's Kernel Hub", "attention --build", "commands.kernel_hub"),

@@ -8,6 +8,7 @@ EXTRAS = {
     **dict.fromkeys(("miditok", "symusic"), "music"),
     "triton": "kernels",
     "liger_kernel": "liger",
+    "fla": "fla",
 }
 
 

@@ -38,12 +38,12 @@ import torch
 from torch.torch_version import TorchVersion
 
 from .benchmark.attention import FIRST, FOREIGN, MORE, relative_errors, tiles_note
+from .benchmark.kernel_cases import KERNELS, MASKS, Case, case, precision_of
+from .benchmark.kernel_tiles import chosen_by
 from .benchmark.measure import CheckFailed, device_is_lost, one_line, out_of_memory
 from .benchmark.references import checked_gradient, chosen_rows, in_parts, results_of
 from .benchmark.report import append_row, device_name, now, read_rows, summary_of_benchmark, versions
-from .commands.common import command_parser
-from .kernel_cases import KERNELS, MASKS, Case, case, precision_of
-from .kernel_tiles import chosen_by
+from .parsers import command_parser
 
 # Maximum share of rows in a case that are not compared; with fewer rows than this the tolerance is a whole unit.
 MOST_UNDECIDED, FEW_ROWS = 0.1, 64
@@ -225,7 +225,8 @@ class Group:
 def models() -> list[str]:
     """Returns the encodings that have a kernel."""
     from whatwhere import WhatWhereLlamaConfig
-    from whatwhere.position_registry import list_position_encodings, supported_implementations
+    from whatwhere.attention_choice import supported_implementations
+    from whatwhere.position_plan import list_position_encodings
 
     configs = {name: WhatWhereLlamaConfig(position_encoding=name) for name in list_position_encodings()}
     return [name for name, config in configs.items() if "triton" in supported_implementations(config)]

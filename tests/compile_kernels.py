@@ -39,7 +39,7 @@ from unittest import mock
 
 import torch
 
-from whatwhere.scripts.kernel_cases import KERNELS, Case, case, precision_of
+from whatwhere.scripts.benchmark.kernel_cases import KERNELS, Case, case, precision_of
 
 
 @dataclasses.dataclass(frozen=True)

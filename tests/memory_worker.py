@@ -15,7 +15,7 @@ import tempfile
 import accelerate.utils
 import torch
 
-from whatwhere.scripts.training.loop import Run
+from whatwhere.scripts.training.loop import TrainingRun
 from whatwhere.scripts.training.recipe import load_recipe
 
 
@@ -41,7 +41,7 @@ def main():
     torch.optim.AdamW(layer.parameters()).step()
     with tempfile.TemporaryDirectory() as folder:
         before = resident("VmRSS")
-        run = Run(recipe, pathlib.Path(folder))
+        run = TrainingRun(recipe, pathlib.Path(folder))
         # Sets the peak to what is resident now: at first, each process has the whole model.
         pathlib.Path("/proc/self/clear_refs").write_text("5")
         batches = run.batches()

@@ -19,8 +19,10 @@ from safetensors.torch import load_file
 
 from oracles import contextual_positions, rope_rotation
 from tiny import slow_but, tiny_model
-from whatwhere.scripts.analysis import command as script
-from whatwhere.scripts.analysis import common, deltas, frequencies, maps, page
+from whatwhere.scripts.analysis import deltas, frequencies, maps, page
+from whatwhere.scripts.analysis.layers import attention_layers
+from whatwhere.scripts.analysis.texts import PROSE, sonnets, token_texts
+from whatwhere.scripts.commands import analysis as script
 from whatwhere.scripts.data.tokenize import build_tokenizer
 from whatwhere.scripts.evaluation.checkpoints import Loading
 
@@ -109,7 +111,7 @@ def test_norms_equal_loops_over_tokens_and_channels(tokenizer, family, encoding,
                             norms[c] += norm / (heads * length * len(texts))
             assert side[layer] == pytest.approx(norms, rel=1e-4)
     # Nothing of the measurement stays in the model.
-    assert not any("rotate" in vars(part) for layer in common.attention_layers(model) for part in layer.modules())
+    assert not any("rotate" in vars(part) for layer in attention_layers(model) for part in layer.modules())
 
 
 def test_summaries_of_norms():
@@ -121,10 +123,10 @@ def test_summaries_of_norms():
 
 
 def test_the_sonnets():
-    texts = common.sonnets()
-    assert [len(text.split("\n")) for text in texts] == [14] * 10
-    assert texts[0].startswith("From fairest creatures we desire increase,\n")
-    assert texts[9].endswith("That beauty still may live in thine or thee.")
+    poems = sonnets()
+    assert [len(text.split("\n")) for text in poems] == [14] * 10
+    assert poems[0].startswith("From fairest creatures we desire increase,\n")
+    assert poems[9].endswith("That beauty still may live in thine or thee.")
 
 
 # Deltas
@@ -132,7 +134,7 @@ def test_the_sonnets():
 
 def test_deltas_are_what_the_model_uses():
     model = model_of("gpt2", "pope", {"partial_rotary_factor": 0.5})
-    weights = [layer.encodings["pope"].delta.weight for layer in common.attention_layers(model)]
+    weights = [layer.encodings["pope"].delta.weight for layer in attention_layers(model)]
     with torch.no_grad():
         for weight in weights:
             weight.copy_(torch.linspace(-8, 1, weight.numel()).view_as(weight))
@@ -218,7 +220,7 @@ def test_maps_equal_loops_over_tokens(tokenizer, encoding, parameters):
     hidden = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
     for row, layer in enumerate(found.layers):
         opening, content, query = gate_logits(model, ids, layer, encoding, own)
-        attention = common.attention_layers(model)[layer]
+        attention = attention_layers(model)[layer]
         for head in range(4):
             gates, positions = found.gates[row, head].double(), found.positions[row, head].double()
             if encoding.startswith("token_gated"):
@@ -254,7 +256,7 @@ def test_maps_equal_loops_over_tokens(tokenizer, encoding, parameters):
     for kind in maps.KINDS:
         assert not getattr(found, kind)[..., hidden].any()
     torch.testing.assert_close(found.attention, torch.stack([attentions[layer][0] for layer in found.layers]))
-    assert not any("bias" in vars(layer.encodings) for layer in common.attention_layers(model))
+    assert not any("bias" in vars(layer.encodings) for layer in attention_layers(model))
 
 
 def test_layers_and_heads_are_chosen(tokenizer):
@@ -310,7 +312,7 @@ def test_the_most_selective_head_is_neither_constant_nor_noise():
 
 def test_text_of_tokens(tokenizer):
     """A character of several tokens is the first one's; spaces that a tokenizer drops belong to the next token."""
-    assert common.token_texts(tokenizer, "a é\n") == ["a", " ", "é", "", "\n"]
+    assert token_texts(tokenizer, "a é\n") == ["a", " ", "é", "", "\n"]
 
     class Trimmed:
         """Begins with a special token, and has words without their spaces."""
@@ -321,7 +323,7 @@ def test_text_of_tokens(tokenizer):
         def convert_ids_to_tokens(self, ids):
             return ["<s>", "the", "end"]
 
-    assert common.token_texts(Trimmed(), "the end") == ["<s>", "the", " end"]
+    assert token_texts(Trimmed(), "the end") == ["<s>", "the", " end"]
 
 
 # The page
@@ -503,8 +505,8 @@ def test_frequencies_and_deltas_have_labels_and_regular_ticks(tmp_path, figures,
 
 
 def loaded(folder):
-    loading = Loading()
-    return loading.model(str(folder), loading.config(str(folder))), loading.tokenizer(str(folder))
+    loading, config = Loading(), Loading().config(str(folder))
+    return loading.model(str(folder), config), loading.tokenizer(str(folder), config)
 
 
 def test_frequencies_from_the_command_line(checkpoints, tmp_path, capsys):
@@ -573,7 +575,7 @@ def test_without_a_text_an_article_is_read(checkpoints, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "Text: prose.txt." in printed
     assert f"The page opens at layer {first[0]}, head {first[1]}, " in printed
-    assert common.PROSE.read_text().startswith(text)
+    assert PROSE.read_text().startswith(text)
 
 
 PLAN = r"position_encoding=\['rope', 'cope'\] has no "

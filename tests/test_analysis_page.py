@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from tiny import tiny_model
-from whatwhere.scripts.analysis import common, maps, page
+from whatwhere.scripts.analysis import maps, page
+from whatwhere.scripts.analysis.texts import encode, token_texts
 from whatwhere.scripts.data.tokenize import build_tokenizer
 
 TEXT = '<script>1</script>\n"&é\n== T ==\nend'
@@ -52,7 +53,7 @@ def found():
     # Which head is the most selective depends on the weights.
     torch.manual_seed(0)
     model = tiny_model("llama", "cope", "eager", vocab_size=258, position_encoding_parameters={"num_positions": 9})
-    return maps.measure(model, common.encode(tokenizer, TEXT, "cpu"), common.token_texts(tokenizer, TEXT))
+    return maps.measure(model, encode(tokenizer, TEXT, "cpu"), token_texts(tokenizer, TEXT))
 
 
 @pytest.fixture

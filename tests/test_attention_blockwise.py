@@ -1,6 +1,6 @@
 """Blockwise attention against full-matrix attention: outputs and every gradient, masks, dropout, memory, compilation.
 
-The reference is the shipped, differentiable `Term.bias`, which the tests of the encodings compare with the papers.
+The reference is the shipped, differentiable `BlockBias.bias`, which the tests of the encodings compare with the papers.
 """
 
 import contextlib
@@ -17,9 +17,10 @@ from transformers import DynamicCache, StaticCache
 
 import whatwhere.attention_blockwise as blockwise
 from tiny import LargestTensor, causal_lm_class, ranges_of, slow_but, tiny_config, tiny_model, tokens
-from whatwhere.attention_blockwise import MASKED, TERMS, Bias, blockwise_attention
-from whatwhere.position_cope import GatedCoPETerm
-from whatwhere.position_registry import list_position_encodings, supported_implementations
+from whatwhere.attention_blockwise import BLOCK_BIASES, MASKED, BiasInputs, blockwise_attention
+from whatwhere.attention_choice import supported_implementations
+from whatwhere.position_cope import GatedCoPEBias
+from whatwhere.position_plan import list_position_encodings
 
 ENCODINGS = ["none", "cope", "cope-gated", "relative", "relative-last", "alibi", "cope+relative", "cope+alibi"]
 
@@ -84,20 +85,20 @@ class Case:
         for name in encoding.split("+"):
             if name == "cope":
                 self.tables.append(tensor(D, P))
-                self.biases.append(Bias(TERMS["cope"], (self.tables[-1],), (0.7,)))
+                self.biases.append(BiasInputs(BLOCK_BIASES["cope"], (self.tables[-1],), (0.7,)))
             elif name == "cope-gated":
                 gate_key = tensor(B, G, K, D)
                 with torch.no_grad():
                     gate_key[..., 0] += math.copysign(math.sqrt(D), logit) if logit else 0.0
                 self.tables += [tensor(D, P), gate_key]
-                self.biases.append(Bias(GatedCoPETerm, tuple(self.tables), (0.7, 0.4, 0.0)))
+                self.biases.append(BiasInputs(GatedCoPEBias, tuple(self.tables), (0.7, 0.4, 0.0)))
             elif name in ("relative", "relative-last"):
                 self.tables.append(tensor(max(2, K // 2), D))
                 tensors = (self.tables[-1], query_positions, key_positions)
-                self.biases.append(Bias(TERMS["relative"], tensors, (0.7, name == "relative-last")))
+                self.biases.append(BiasInputs(BLOCK_BIASES["relative"], tensors, (0.7, name == "relative-last")))
             elif name == "alibi":
                 slopes = torch.rand(H, dtype=torch.float64)
-                self.biases.append(Bias(TERMS["alibi"], (slopes, query_positions, key_positions)))
+                self.biases.append(BiasInputs(BLOCK_BIASES["alibi"], (slopes, query_positions, key_positions)))
         self.inputs = [self.query, self.key, self.value, *self.tables]
 
     def blockwise(self, **settings):

@@ -13,7 +13,7 @@ from transformers.masking_utils import create_causal_mask, sdpa_mask
 
 import whatwhere
 import whatwhere.attention as attention
-import whatwhere.attention_auto as attention_auto
+import whatwhere.attention_sdpa as attention_sdpa
 import whatwhere.attention_triton as attention_triton
 from tiny import (
     FAMILIES,
@@ -27,17 +27,16 @@ from tiny import (
     tiny_model,
     tokens,
 )
+from whatwhere.attention_choice import supported_implementations
 from whatwhere.attention_mask import dense_mask, is_ranges, ranges_mask
-from whatwhere.attention_sdpa import sdpa_path
 from whatwhere.position_base import PositionContext
 from whatwhere.position_cope import CoPE
-from whatwhere.position_registry import supported_implementations
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
-from whatwhere import kernel_plain
+from whatwhere import kernel_bias
 from whatwhere.forward_arguments import CACHE
-from whatwhere.kernel_plain import plain_attention
+from whatwhere.kernel_bias import plain_attention
 
 WITH_KERNELS = (
     "alibi",
@@ -45,13 +44,10 @@ WITH_KERNELS = (
     "cope+alibi",
     "cope+relative",
     "cope+rope",
-    "cope_alibi",
-    "cope_mlp",
     "fox",
     "fox+rope",
     "pope",
     "relative",
-    "stick_breaking",
     "token_gated_cope",
     "token_gated_cope+rope",
 )
@@ -78,14 +74,13 @@ SETTINGS = {
             "relative": {"num_positions": 8, "beyond": "last"},
         },
     ),
-    "cope_mlp": ("cope_mlp", {"hidden_units": 5, "num_positions": 6}),
     "relative": ("relative", {"num_positions": 6, "beyond": "none"}),
     "relative:last": ("relative", {"num_positions": 6, "beyond": "last"}),
     "token_gated_cope": ("token_gated_cope", {"num_positions": 6}),
     "token_gated_cope+rope": ("token_gated_cope+rope", {"token_gated_cope": {"num_positions": 6}}),
 }
 TWO_LAYERS = ("cope:shared", "every2", "rotated", "plan", "cope+relative:every2")
-OTHERS = list(SETTINGS)[-8:]
+OTHERS = list(SETTINGS)[-7:]
 COPE_AND_POPE = ("cope", "cope:shared", "cope+rope", "pope", "pope:partial")
 
 
@@ -337,6 +332,7 @@ def on_gpu(monkeypatch):
         calls.append(arguments)
         return kernel_attention(*arguments)
 
+    monkeypatch.setattr(attention, "_may_have_kernels", attention_triton.runs_on)
     monkeypatch.setattr(attention_triton, "runs_by_default", attention_triton.runs_on)
     monkeypatch.setattr(attention_triton, "kernel_attention", counted)
     return calls
@@ -401,19 +397,13 @@ def test_auto_is_never_the_interpreter(monkeypatch):
 def test_masks_of_auto_for_pytorch(encoding, monkeypatch):
     """What `auto` hands on: ranges; and to PyTorch's attention a mask where its own causal one would be wrong."""
     model, seen = tiny_model("llama", encoding, "auto", num_key_value_heads=4), []
-    functions = attention.ALL_ATTENTION_FUNCTIONS
-    defaults = {
-        "sdpa": attention._attention("sdpa", attention_auto.ranges_path(sdpa_path)),
-        "blockwise": functions["blockwise"],
-    }
-    for name in defaults:
+    attend = attention.attend
 
-        def watched(module, query, key, value, mask, *rest, name=name, function=defaults[name], **options):
-            seen.append((name, query.shape[2], key.shape[2], mask))
-            return function(module, query, key, value, mask, *rest, **options)
+    def watched(layer, query, key, value, mask, *rest, implementation, **options):
+        seen.append((implementation, query.shape[2], key.shape[2], mask))
+        return attend(layer, query, key, value, mask, *rest, implementation=implementation, **options)
 
-        defaults[name] = watched
-    monkeypatch.setitem(functions._local_mapping, "auto", attention_auto.auto_attention(**defaults))
+    monkeypatch.setattr(attention, "attend", watched)
     ids, mask = tokens(2, 21), padding("left")
     fast = "blockwise" if encoding == "cope" else "sdpa"
     cases = (
@@ -445,7 +435,7 @@ def test_masks_of_auto_for_pytorch(encoding, monkeypatch):
 @pytest.mark.parametrize("kind", ["left", "right", "both", "hole", "packed", "static"])
 def test_rows_at_a_time_are_eager_attention(encoding, kind, monkeypatch):
     """With few rows at a time: some see nothing, some have one document, and keys are further than the rows."""
-    monkeypatch.setattr(attention_auto, "CPU_ROWS", 4)
+    monkeypatch.setattr(attention_sdpa, "CPU_ROWS", 4)
     model, ids = tiny_model("gpt2", encoding, "auto"), tokens(2, 21)
     masks = {"both": padding("left", "right"), "packed": None, "static": padding("left")}
     inputs = {"mask": masks[kind] if kind in masks else padding(kind), "input_ids": ids}
@@ -465,9 +455,9 @@ def test_rows_at_a_time_need_no_quadratic_mask():
     module = types.SimpleNamespace(encodings=types.SimpleNamespace(hooks={"bias": []}))
     ranges = ranges_of([-1] * 100 + [0] * 924, 1024)
     with torch.no_grad(), LargestTensor() as largest:
-        attention_auto.ranges_path(sdpa_path)(module, query, key, value, ranges, context=None, scaling=0.3, dropout=0.0)
-    assert largest.largest <= 4 * attention_auto.CPU_ROWS * 1024
-    assert attention_auto.CPU_ROWS <= 256
+        attention_sdpa.sdpa_attention_forward(module, query, key, value, ranges, None, scaling=0.3, dropout=0.0)
+    assert largest.largest <= 4 * attention_sdpa.CPU_ROWS * 1024
+    assert attention_sdpa.CPU_ROWS <= 256
 
 
 KINDS = ("causal", "padding", "hole", "packed")
@@ -543,7 +533,7 @@ def test_other_gates_when_decoding(encoding):
 
 def test_layers_without_the_encoding_have_kernels(on_gpu, monkeypatch):
     calls = []
-    monkeypatch.setattr(kernel_plain, "plain_attention", lambda *a, **k: calls.append("plain") or a[0])
+    monkeypatch.setattr(kernel_bias, "plain_attention", lambda *a, **k: calls.append("plain") or a[0])
     monkeypatch.setattr(CoPE, "kernel", lambda *a, **k: calls.append("cope") or a[1])
     for implementation in ("auto", "triton"):
         build("every2", implementation)(tokens(1, 5))
@@ -586,7 +576,7 @@ def test_plain_attention(limited, decay):
         assert row.requires_grad == trained
         close(row, truth[:, :, 16:])
     if not limited:
-        operator, others = kernel_plain._attention, [None] * 6
+        operator, others = kernel_bias._attention, [None] * 6
         check_operator(operator.forward, [*inputs[:3], *(numbers or (None, None)), None], others, 0.3, 0.0)
         step = [tensor.detach() for tensor in (*step, *(of_step or ()))]
         check_operator(operator.decode, [*step, *[None] * (6 - len(step))], others, 0.3, 0.0)

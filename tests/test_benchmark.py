@@ -14,9 +14,9 @@ from whatwhere.scripts.benchmark.attention import DIRECTIONS, PROVIDERS, Provide
 from whatwhere.scripts.benchmark.measure import (
     CheckFailed,
     DeviceTimer,
-    Refused,
     Sample,
     Shape,
+    Unsupported,
     device_is_lost,
     out_of_memory,
 )
@@ -100,7 +100,7 @@ def test_no_number_without_a_check(tmp_path, monkeypatch, capsys):
     ("failure", "status", "code"),
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"), "out of memory", 0),
-        (Refused("too wide"), "refused: too wide", 0),
+        (Unsupported("too wide"), "refused: too wide", 0),
         (ZeroDivisionError("no"), "ZeroDivisionError: no", 1),
         (RuntimeError("CUDA error: an illegal memory access was encountered"), "RuntimeError: CUDA error", 1),
     ],

@@ -16,14 +16,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from processes import python
 from whatwhere import WhatWhereLlamaConfig, WhatWhereLlamaForCausalLM
 from whatwhere.model_card import complete_card, weights_fingerprint
-from whatwhere.scripts.cards import command, curves
+from whatwhere.scripts.cards import curves
 from whatwhere.scripts.cards.content import model_card
+from whatwhere.scripts.commands import card as command
 from whatwhere.scripts.commands import convert
 from whatwhere.scripts.data import corpora
 from whatwhere.scripts.data.tokenize import build_tokenizer
 from whatwhere.scripts.evaluation.data_description import NO_TEXT, PROMPTS, describe_data, is_transfer
-from whatwhere.scripts.evaluation.results import read_results, write_json
+from whatwhere.scripts.evaluation.results import read_results
 from whatwhere.scripts.reproduction import report
+from whatwhere.scripts.writing import write_json
 
 SHIPPED = pathlib.Path(__file__).resolve().parents[1] / "model_cards"
 ORIGIN = {"command": "whatwhere length runs/tiny", "date": "2031-02-03T04:05:06+00:00", "versions": {"torch": "9.8.7"}}
@@ -315,7 +317,8 @@ def test_the_short_card(tmp_path):
     assert card.data.tags == ["whatwhere", "whatwhere_llama", "position-encoding", "cope", "rope"]
     assert card.data.eval_results is None
     assert "# it's \\*x\\*\n" in card.text
-    assert f"| `rope` | `{config.position_encoding_parameters['rope']!r}` |" in card.text
+    for name, value in config.position_encoding_parameters["cope"].items():
+        assert f"| `cope.{name}` | `{value!r}` |" in card.text
     # Tags and licence that somebody added stay; those of an old encoding go. An edited text stays whole.
     card.data["tags"] = [*card.data["tags"], "mine"]
     card.data["license"] = "mit"
@@ -488,7 +491,7 @@ def test_tables_and_the_list(place):
     write_json(output / "cope_3_small" / "results.json", table)
     (output / "README.md").write_text(f"before\n{command.INDEX[0]}\nold\n{command.INDEX[1]}\nafter\n")
     assert command.make([], output)[-1] == output / "README.md"
-    assert text_of(output / "cope_3_small") == report.card(table)
+    assert text_of(output / "cope_3_small") == report.markdown(table, card=True)
     text = text_of(output)
     assert (text.startswith("before\n"), text.endswith("\nafter\n"), "\nold\n" in text) == (True, True, False)
     assert "[`tiny_small_pope`](tiny_small_pope/README.md)" in text

@@ -9,8 +9,8 @@ import pytest
 from test_cards import DATA, ORIGIN, TRAINING, ZERO_SHOT, cell, entry, run_folder, task
 from whatwhere.model_card import weights_fingerprint
 from whatwhere.scripts import cli
-from whatwhere.scripts.cards.command import make
-from whatwhere.scripts.evaluation.results import write_json
+from whatwhere.scripts.commands.card import make
+from whatwhere.scripts.writing import write_json
 
 SHIPPED = pathlib.Path(__file__).resolve().parents[1] / "model_cards"
 

@@ -19,8 +19,10 @@ from transformers.utils import TransformersKwargs, logging
 import whatwhere
 from tiny import FAMILIES, causal_lm_class, declared, tiny_config, tiny_model, tokens
 from whatwhere import WhatWhereGPT2Config, WhatWhereLlamaConfig
+from whatwhere.attention_choice import supported_implementations
 from whatwhere.forward_arguments import CACHE
-from whatwhere.position_registry import COMBINATIONS, POSITION_ENCODINGS, supported_implementations
+from whatwhere.position_plan import COMBINATIONS
+from whatwhere.position_registry import POSITION_ENCODINGS
 
 SINUSOIDAL = {"position_encoding": "sinusoidal"}
 BLOCK_OPTIONS = ("output_gate", "output_norm", "qk_norm", "key_value_shift")

@@ -10,8 +10,9 @@ from transformers import DynamicCache, StaticCache
 
 import whatwhere
 from tiny import FAMILIES, OURS, declared, in_steps, slow_but, tiny_config, tiny_model, tokens
+from whatwhere.attention_choice import supported_implementations
 from whatwhere.forward_arguments import CACHE
-from whatwhere.position_registry import COMBINATIONS, supported_implementations
+from whatwhere.position_plan import COMBINATIONS
 
 VARIANTS = {f"{name}:{variant}": found for name, own in declared("VARIANTS").items() for variant, found in own.items()}
 VARIANTS["cope+rope:separate"] = {"cope": {"num_positions": 6, "gates": "separate_key"}}

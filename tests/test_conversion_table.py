@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("peft", reason='needs pip install "whatwhere[train]"')
 
 from whatwhere.scripts.commands import reproduce
-from whatwhere.scripts.reproduction import conversion, measures
+from whatwhere.scripts.reproduction import conversion_table, measures
 from whatwhere.scripts.training.recipe import load_recipe
 
 TINY = [
@@ -28,26 +28,22 @@ TINY = [
     "evaluation.final_blocks=2",
 ]
 SYSTEMS = {
-    "continued": conversion.System("RoPE", percent=(10,)),
-    "plan": conversion.System(
-        "RoPE, RoPE, PoPE",
-        ["rope", "rope", "pope"],
-        {"pope": {"use_delta": True}},
-        new_rate=0.1,
-        attention=0.5,
-        percent=(10,),
+    "continued": conversion_table.System("RoPE"),
+    "plan": conversion_table.System(
+        "RoPE, RoPE, PoPE", ["rope", "rope", "pope"], {"pope": {"use_delta": True}}, new_rate=0.1
     ),
 }
 
 
 @pytest.fixture
 def tiny(monkeypatch):
-    recipe = load_recipe(conversion.RECIPE, TINY)
-    monkeypatch.setattr(conversion, "load_recipe", lambda name: recipe)
-    monkeypatch.setattr(conversion, "SYSTEMS", SYSTEMS)
-    monkeypatch.setattr(conversion, "MULTIPLES", (1, 2))
-    monkeypatch.setattr(conversion, "TEXTS", ({"corpus": "stdlib", "document_limit": None, "text_tokens": 64},))
-    monkeypatch.setattr(conversion, "TEXT", "stdlib")
+    recipe = load_recipe(conversion_table.RECIPE, TINY)
+    monkeypatch.setattr(conversion_table, "load_recipe", lambda name: recipe)
+    monkeypatch.setattr(conversion_table, "SYSTEMS", SYSTEMS)
+    monkeypatch.setattr(conversion_table, "PERCENT", (10,))
+    monkeypatch.setattr(conversion_table, "MULTIPLES", (1, 2))
+    monkeypatch.setattr(conversion_table, "TEXTS", ({"corpus": "stdlib", "document_limit": None, "text_tokens": 64},))
+    monkeypatch.setattr(conversion_table, "TEXT", "stdlib")
     measure = measures.length.main
 
     def main(words):
@@ -60,16 +56,16 @@ def tiny(monkeypatch):
 
 @pytest.mark.slow
 def test_everything_once(tiny, tmp_path):
-    conversion.train(tmp_path, list(SYSTEMS), None)
-    folder = tmp_path / conversion.RECIPE
+    conversion_table.train(tmp_path, list(SYSTEMS), None)
+    folder = tmp_path / conversion_table.RECIPE
     assert {path.name for path in folder.iterdir()} == {
         "source",
-        *("continued-0", "continued-10", "plan-0", "plan-10", "plan-10-attention"),
+        *("continued-0", "continued-10", "plan-0", "plan-10"),
     }
     settings = json.loads((folder / "plan-10" / "finetune.json").read_text())
-    assert (settings["steps"], settings["batch_size"] * settings["accumulation"]) == (1, 8)
+    assert (settings["steps"], settings["batch_size"] * settings["accumulation"]) == (2, 8)
     assert settings["new_learning_rate"] == 0.1
-    report = conversion.collect(tmp_path, list(SYSTEMS))
+    report = conversion_table.collect(tmp_path, list(SYSTEMS))
     assert [(row["system"], row["percent"]) for row in report["rows"]] == [
         ("source", 0),
         *((name, percent) for name in SYSTEMS for percent in (0, 10)),
@@ -77,7 +73,7 @@ def test_everything_once(tiny, tmp_path):
     record = folder / "plan-0" / "conversion.json"
     record.write_text(json.dumps({**json.loads(record.read_text()), "source_weights_sha256": "other"}))
     with pytest.raises(ValueError, match="conversions of another source"):
-        conversion.train(tmp_path, list(SYSTEMS), None)
+        conversion_table.train(tmp_path, list(SYSTEMS), None)
 
 
 def test_report(tmp_path):
@@ -87,7 +83,7 @@ def test_report(tmp_path):
     for percent in (0, 1, 3, 10):
         rows.append({"system": "pope", "label": "PoPE", "percent": percent, "perplexity": text})
     source = {"length": 512, "tokens_trained": 9830400, "parameters": 3443136, "seed": 0}
-    files = conversion.write({"rows": rows, "source": source}, tmp_path, "conversion_small")
+    files = conversion_table.write({"rows": rows, "source": source}, tmp_path, "conversion_small")
     assert {file.name for file in files} == {f"conversion_small.{end}" for end in ("json", "md", "png", "svg")}
     said = (tmp_path / "conversion_small.md").read_text()
     assert "3,443,136 parameters, trained on 9.8 million tokens in sequences of 512, seed 0" in said
@@ -97,10 +93,10 @@ def test_report(tmp_path):
 def test_nothing_to_report(tmp_path, monkeypatch):
     words = ["conversion", "--small", "--output", str(tmp_path), "--report-only"]
     with pytest.raises(ValueError, match="source' is not a finished and measured run"):
-        conversion.main(reproduce.parser().parse_args(words), words)
+        conversion_table.main(reproduce.parser().parse_args(words), words)
     words += ["--seeds", "0"]
     with pytest.raises(ValueError, match="--seeds has no effect with conversion"):
-        conversion.main(reproduce.parser().parse_args(words), words)
+        conversion_table.main(reproduce.parser().parse_args(words), words)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="one process"):
-        conversion.main(reproduce.parser().parse_args(words[:-2]), words[:-2])
+        conversion_table.main(reproduce.parser().parse_args(words[:-2]), words[:-2])

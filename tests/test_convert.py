@@ -16,8 +16,11 @@ from toys import toy_recipe
 from whatwhere import WhatWhereLlamaForCausalLM, list_position_encodings
 from whatwhere.model_card import weights_fingerprint
 from whatwhere.scripts import cli
+from whatwhere.scripts.cards.folder import write_card
 from whatwhere.scripts.commands.convert import main
-from whatwhere.scripts.conversion import convert, convert_checkpoint, load_source
+from whatwhere.scripts.conversion.encoding import convert
+from whatwhere.scripts.conversion.folder import convert_checkpoint
+from whatwhere.scripts.conversion.source import load_source
 from whatwhere.scripts.data.tokenize import build_tokenizer
 from whatwhere.scripts.evaluation.checkpoints import trained_length_of
 from whatwhere.scripts.training.loop import train
@@ -286,6 +289,7 @@ def test_the_command(source, tmp_path, capsys):
 def test_equal_weights_with_another_encoding_are_another_model(tmp_path):
     """`none` and scaled RoPE leave all weights: the source's card and its results are not theirs."""
     train(toy_recipe("selective_copy"), tmp_path / "source")
+    write_card(tmp_path / "source")
     assert "model-index" in (tmp_path / "source/README.md").read_text(encoding="utf-8")
     changes = {"none": ["none"], "linear": ["rope", "--rope-parameters", '{"rope_type": "linear", "factor": 2.0}']}
     for name, options in changes.items():

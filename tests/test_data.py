@@ -711,7 +711,7 @@ CUT = ("bytes", "bpe", "llama3", "qwen", "metaspace", "prefix space")
 @pytest.mark.parametrize("kind", [*CUT, "merges across words", "strip"])
 def test_pieces_are_tokenised_as_the_whole(kind, monkeypatch):
     """The tokens of a document do not depend on its pieces; tokenizers for which they would are given the whole."""
-    monkeypatch.setattr(tokens, "_PIECE", 64)
+    monkeypatch.setattr(tokens, "PIECE", 64)
     monkeypatch.setattr(tokens, "_BATCH", 256)
     monkeypatch.setattr(tokens, "_CONTEXT", 16)
     generator = random.Random(0)
@@ -856,7 +856,7 @@ def test_bytes_are_those_of_the_text_itself(kind, monkeypatch):
     texts = [*CHANGED, *KEPT, "   ", "  ", "\n"]
     assert [sizes.sum() for _, sizes, _ in measured(tokenizer, texts)] == [len(text.encode()) for text in texts]
     assert [changed for _, _, changed in measured(tokenizer, KEPT)] == [False] * len(KEPT)
-    monkeypatch.setattr(tokens, "_PIECE", 64)
+    monkeypatch.setattr(tokens, "PIECE", 64)
     monkeypatch.setattr(tokens, "_BATCH", 256)
     monkeypatch.setattr(tokens, "_CONTEXT", 16)
     texts = [text * 20 for text in CHANGED]

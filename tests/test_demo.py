@@ -8,7 +8,7 @@ from huggingface_hub import ModelCard
 
 from whatwhere.scripts import cli
 from whatwhere.scripts.commands import demo
-from whatwhere.scripts.training.errors import TrainingError
+from whatwhere.scripts.errors import TrainingError
 
 TINY = [
     "training.batch_size=2",

@@ -13,7 +13,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 import engine_matrix
 import whatwhere
 from tiny import OLDER, tiny_model
-from whatwhere.position_registry import COMBINATIONS, POSITION_ENCODINGS, supported_implementations
+from whatwhere.attention_choice import supported_implementations
+from whatwhere.position_plan import COMBINATIONS
+from whatwhere.position_registry import POSITION_ENCODINGS
 from whatwhere.scripts import cli
 from whatwhere.scripts.data.tokenize import build_tokenizer
 

@@ -19,7 +19,7 @@ from engine_matrix import PLAIN, for_engine
 from paged_engine import Engine, attention_function
 from processes import TORCHRUN, python
 from tiny import FAMILIES, tiny_model, tokens
-from whatwhere.position_registry import supported_implementations
+from whatwhere.attention_choice import supported_implementations
 
 
 @pytest.fixture

@@ -4,9 +4,7 @@ import json
 import re
 import shlex
 import signal
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -29,16 +27,16 @@ from transformers import (
 from processes import TORCHRUN, python
 from tiny import slow_but
 from whatwhere.scripts import cli
-from whatwhere.scripts.cards.command import main as write_cards
-from whatwhere.scripts.checks import Refused
+from whatwhere.scripts.cards.folder import card_of_run
 from whatwhere.scripts.commands import convert as convert_command
 from whatwhere.scripts.commands import finetune as command
+from whatwhere.scripts.commands.card import main as write_cards
 from whatwhere.scripts.commands.compare import main as compare
-from whatwhere.scripts.conversion import convert_checkpoint
+from whatwhere.scripts.conversion.folder import convert_checkpoint
 from whatwhere.scripts.data.tokenize import build_tokenizer, byte_level
-from whatwhere.scripts.training import distillation, loop
+from whatwhere.scripts.errors import Interrupted, Refused, TrainingError
 from whatwhere.scripts.training import finetune as script
-from whatwhere.scripts.training.errors import Interrupted, TrainingError
+from whatwhere.scripts.training import loop
 from whatwhere.scripts.training.run_folder import RunFolder
 
 # peft 0.21 asks the model by the name that transformers has replaced.
@@ -49,7 +47,8 @@ def finetune(arguments):
     """Runs the command line; returns the results."""
     options = command.parser().parse_args(arguments)
     place = {"resume": options.resume, "resume_from": options.resume_from, "data_dir": options.data_dir}
-    return script.finetune(command.settings_of(options), options.output, **place, arguments=[])
+    with card_of_run(options.output):
+        return script.finetune(command.settings_of(options), options.output, **place, arguments=[])
 
 
 TINY = {"vocab_size": 258, "bos_token_id": 256, "eos_token_id": 256}
@@ -281,7 +280,7 @@ def test_schedule(run, stock):
     assert rates["cosine"] < 0.002
 
 
-# --- new parameters and distillation
+# --- new parameters
 
 
 @pytest.mark.parametrize("adapters", [[], ["--lora", "--lora-rank", "2", "--merge"]], ids=["full", "lora"])
@@ -326,109 +325,8 @@ def test_learning_rate_of_new_parameters_of_a_converted_folder(run, stock, tmp_p
         torch.testing.assert_close(others[name], weight, msg=name)
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-def test_attention_learns_from_the_source(run, stock, tmp_path, lora):
-    """Only attention of the layers that change is trained, towards the source's outputs."""
-    adapters = ["--lora", "--lora-rank", "2", "--merge"] if lora else []
-    source = LlamaForCausalLM.from_pretrained(stock["llama"]).eval()
-    with torch.no_grad():
-        for projection in (source.model.layers[1].self_attn.q_proj, source.model.layers[1].self_attn.k_proj):
-            # Attention that is far from uniform.
-            projection.weight.mul_(20)
-    folder = str(tmp_path / "source")
-    source.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(stock["llama"]).save_pretrained(folder)
-    arguments = ["--position-encoding", "[rope, pope]", "--distill-from", folder, "--distill", "attention"]
-    output, _ = run(folder, *arguments, *adapters, "--steps", "30", "--learning-rate", "0.003")
-    before, new, _ = convert_checkpoint(folder, ["rope", "pope"])
-    after = AutoModelForCausalLM.from_pretrained(output)
-    assert new == ["model.layers.1.self_attn.encodings.pope.delta.weight"]
-    for (name, weight), trained in zip(before.named_parameters(), after.parameters()):
-        assert torch.equal(weight, trained) == ("layers.1.self_attn" not in name), name
-    # By hand: the outputs of layer 1's attention for the source's input.
-    tokens = torch.tensor([list(b"how now brown cow, how now brown")])
-    found = {}
-
-    def hook(name):
-        def keep(module, arguments, keywords, output):
-            hidden = arguments[0] if arguments else keywords["hidden_states"]
-            found[name] = hidden, output[0]
-
-        return keep
-
-    source.model.layers[1].self_attn.register_forward_hook(hook("source"), with_kwargs=True)
-    for name, model in (("before", before), ("after", after)):
-        block = model.eval().model.layers[1].self_attn
-        block.register_forward_pre_hook(lambda module, arguments: (found["source"][0], *arguments[1:]))
-        block.register_forward_hook(hook(name), with_kwargs=True)
-    with torch.no_grad():
-        for model in (source, before, after):
-            model(tokens)
-    errors = {name: (found[name][1] - found["source"][1]).square().mean().item() for name in ("before", "after")}
-    assert errors["after"] < 0.9 * errors["before"]
-
-
-def test_logits_of_the_source(run, stock, monkeypatch):
-    """Drawn tokens have the source's frequencies; the parts of a batch change nothing; nothing is left behind."""
-    seen = []
-    unlink = script.Path.unlink
-
-    def keep(self, **options):
-        if self.name.startswith("targets-"):
-            seen.append(np.fromfile(self, dtype="uint16"))
-        unlink(self, **options)
-
-    monkeypatch.setattr(script.Path, "unlink", keep)
-    arguments = ["--position-encoding", "pope", "--distill-from", stock["llama"]]
-    whole, _ = run(stock["llama"], *arguments, "--batch-size", "4", output="whole")
-    parts, _ = run(stock["llama"], *arguments, "--batch-size", "1", "--accumulation", "4", output="parts")
-    plain, _ = run(stock["llama"], "--position-encoding", "pope", "--batch-size", "4", output="plain")
-    weights, others, without = (load_file(f / "model.safetensors") for f in (whole, parts, plain))
-    for name, weight in weights.items():
-        torch.testing.assert_close(others[name], weight, rtol=1e-3, atol=1e-3, msg=name)
-    assert any((weight - without[name]).abs().max() > 1e-3 for name, weight in weights.items())
-    assert not list(whole.glob("targets*"))
-    assert "distillation_loss" in metrics(whole)[0]
-    assert "loss" not in metrics(whole)[0]
-    assert "loss" in metrics(plain)[0]
-    assert seen[0].size % (15 * distillation.SAMPLES) == 0
-    assert seen[0].max() < 258
-
-
-def test_drawn_tokens_have_the_frequencies_of_the_source(stock, tmp_path, monkeypatch):
-    from accelerate import PartialState
-
-    monkeypatch.setattr(distillation, "SAMPLES", 4096)
-
-    class Blocks:
-        sequence_length = 6
-
-        def __len__(self):
-            return 3
-
-        def __getitem__(self, index):
-            return {"input_ids": torch.arange(6)[None] + torch.tensor(index)[:, None] * 10}
-
-    model = LlamaForCausalLM.from_pretrained(stock["llama"])
-    targets = distillation.LogitTargets(Blocks(), np.array([0, 2]), tmp_path / "targets.bin", 258)
-    # What an interrupted run of more processes has left.
-    (tmp_path / "targets.partial").write_bytes(b"1" * 100_000)
-    targets.write(model, 1, 0, PartialState(cpu=True))
-    drawn = torch.from_numpy(np.fromfile(tmp_path / "targets.bin", dtype="uint16").astype("int64")).view(2, 5, 4096)
-    assert torch.equal(targets[[2, 0]]["targets"], drawn.flip(0))
-    with torch.no_grad():
-        expected = model(Blocks()[[int(i) for i in targets.chosen]]["input_ids"]).logits[:, :-1].softmax(-1)
-    found = torch.nn.functional.one_hot(drawn, 258).double().mean(-2)
-    # A share p of n draws has a variance of p (1 - p) / n; five standard deviations.
-    assert ((found - expected).abs() < 5 * (expected * (1 - expected) / 4096).sqrt() + 1e-9).all()
-    logits = torch.randn(2, 6, 258)
-    full = -(expected * logits[:, :-1].log_softmax(-1)).sum(-1).mean()
-    assert distillation.logit_loss(logits, drawn).item() == pytest.approx(full.item(), rel=0.01)
-
-
-@pytest.mark.parametrize("distil", [False, True], ids=["text", "predictions"])
-def test_mixture(stock, tmp_path, monkeypatch, distil):
-    """Each text has its share of the training sequences; predictions of the source are drawn for these sequences."""
+def test_mixture(stock, tmp_path, monkeypatch):
+    """Each text has its share of the training sequences."""
     for name, character in (("a", "a"), ("b", "b")):
         (tmp_path / f"{name}.txt").write_text(character * 640)
     mixture = [{"train_file": str(tmp_path / f"{name}.txt"), "weight": weight} for name, weight in (("a", 3), ("b", 1))]
@@ -441,7 +339,7 @@ def test_mixture(stock, tmp_path, monkeypatch, distil):
     monkeypatch.setattr(script.Finetuning, "loss", keep)
     arguments = [stock["llama"], "--mixture", json.dumps(mixture), "--output", str(tmp_path / "run"), "--steps", "20"]
     arguments += ["--batch-size", "2", "--sequence-length", "16", "--evaluation-blocks", "4"]
-    results = finetune(arguments + (["--distill-from", stock["llama"]] if distil else []))
+    results = finetune(arguments)
     assert seen.count(ord("a")) > 20
     assert 2 <= seen.count(ord("b")) < 20
     assert len(seen) == 40
@@ -453,82 +351,6 @@ def test_mixture(stock, tmp_path, monkeypatch, distil):
         (tmp_path / "b.txt").write_text(text)
         with pytest.raises(ValueError, match=rf"mixture\[1\]\.train_file=.*b\.txt' is {reason}"):
             finetune(arguments)
-
-
-def test_drawn_tokens_are_kept_until_the_run_is_finished(run, stock, monkeypatch, tmp_path):
-    """A disk that is full while the model is saved costs no second drawing."""
-    arguments = [stock["llama"], "--distill-from", stock["llama"]]
-    with monkeypatch.context() as patch:
-        patch.setattr(script.Run, "save", lambda *_: Path("/dev/full").write_bytes(b"x"))
-        with pytest.raises(TrainingError, match="No space left on device"):
-            run(*arguments)
-    assert list((tmp_path / "run").glob("targets-*.bin"))
-    monkeypatch.setattr(script.LogitTargets, "write", lambda *_: pytest.fail("drawn again"))
-    output, _ = run(*arguments, "--resume")
-    assert not list(output.glob("targets*"))
-
-
-def test_full_disk_while_tokens_are_drawn(run, stock, monkeypatch, tmp_path):
-    open_file = script.Path.open
-
-    def full(self, *arguments, **options):
-        return open_file(Path("/dev/full") if self.name.startswith("targets-") else self, *arguments, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(script.Path, "open", full)
-        with pytest.raises(TrainingError, match=r"targets-\w+\.bin' cannot be written: No space left on device"):
-            run(stock["llama"], "--distill-from", stock["llama"])
-    run(stock["llama"], "--distill-from", stock["llama"], "--resume")
-
-
-def test_a_source_that_cannot_be_loaded_leaves_no_folder(run, stock, tmp_path):
-    folder = tmp_path / "source"
-    LlamaForCausalLM.from_pretrained(stock["llama"]).save_pretrained(folder)
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"distill_from=.*source' cannot be loaded"):
-        run(stock["llama"], "--distill-from", str(folder))
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_source_with_other_tokens(run, stock, tmp_path, monkeypatch):
-    """Another size, and another vocabulary of the same size; refused before the data are read."""
-    for name, size in (("larger", 260), ("other", 258)):
-        config = LlamaConfig.from_pretrained(stock["llama"], vocab_size=size)
-        LlamaForCausalLM(config).save_pretrained(tmp_path / name)
-    tokenizer = AutoTokenizer.from_pretrained(stock["llama"])
-    values = json.loads(tokenizer.backend_tokenizer.to_str())
-    swapped = {"a": "b", "b": "a"}
-    words = values["model"]["vocab"]
-    values["model"]["vocab"] = {swapped.get(word, word): index for word, index in words.items()}
-    tokenizer.save_pretrained(tmp_path / "other")
-    (tmp_path / "other/tokenizer.json").write_text(json.dumps(values))
-    monkeypatch.setattr(loop, "load_data", lambda *_: pytest.fail("the data were read"))
-    for name, reason in (("larger", "it has 260 tokens .*the model has 258"), ("other", "its tokenizer has other tok")):
-        with pytest.raises(ValueError, match=f"distill_from=.*{name}' is not valid: {reason}"):
-            run(stock["llama"], "--distill-from", str(tmp_path / name))
-    file = f"{stock['llama']}/config.json"
-    with pytest.raises(ValueError, match=r"distill_from=.*config\.json' is not valid: it is a file"):
-        run(stock["llama"], "--distill-from", file)
-    with pytest.raises(ValueError, match=r"distill_from='\./none' cannot be loaded"):
-        run(stock["llama"], "--distill-from", "./none")
-
-
-def test_attention_refuses_other_sources(run, stock, tmp_path, monkeypatch):
-    """All before the data are read: other positions in the embeddings, sizes, weights or dtypes; no other encoding."""
-    monkeypatch.setattr(loop, "load_data", lambda *_: pytest.fail("the data were read"))
-    attention = ["--distill", "attention", "--distill-from"]
-    with pytest.raises(ValueError, match="must have the same positions in their embeddings"):
-        run(stock["gpt2"], "--position-encoding", "none", *attention, stock["gpt2"], output="gpt2")
-    with pytest.raises(ValueError, match="position encoding in every layer, so there is nothing to learn"):
-        run(stock["llama"], *attention, stock["llama"])
-    deeper = LlamaConfig.from_pretrained(stock["llama"], num_hidden_layers=3)
-    LlamaForCausalLM(deeper).save_pretrained(tmp_path / "deeper")
-    with pytest.raises(ValueError, match="it has 3 layers of size 16, the model 2 of size 16"):
-        run(stock["llama"], "--position-encoding", "none", *attention, str(tmp_path / "deeper"))
-    half = str(tmp_path / "half")
-    LlamaForCausalLM.from_pretrained(stock["llama"]).bfloat16().save_pretrained(half)
-    with pytest.raises(ValueError, match=r"embed_tokens\.weight is not the model"):
-        run(stock["llama"], "--position-encoding", "none", *attention, half)
 
 
 # --- what it reads
@@ -654,16 +476,14 @@ def test_own_text_is_measured_before_and_after(stock, tmp_path, capsys):
 
 OF_KIND = {
     "stream": ["--streaming", "--shuffle-buffer", "4"],
-    "distillation": ["--distill-from"],
     "lora": ["--lora", "--lora-rank", "2", "--lora-dropout", "0.1"],
 }
 
 
-@pytest.mark.parametrize("kind", slow_but(["stream", "distillation"], OF_KIND))
+@pytest.mark.parametrize("kind", slow_but(["stream"], OF_KIND))
 def test_interrupted_run_resumes_exactly(run, stock, kind, monkeypatch):
     lora = kind == "lora"
-    source = [stock["llama"]] if kind == "distillation" else []
-    arguments = [stock["llama"], "--position-encoding", "cope", *OF_KIND[kind], *source]
+    arguments = [stock["llama"], "--position-encoding", "cope", *OF_KIND[kind]]
     whole, results = run(*arguments, output="whole")
     with monkeypatch.context() as patch:
         stop_in_step_2(patch)
@@ -707,44 +527,38 @@ def test_the_command_after_an_interruption_continues(stock, tmp_path, monkeypatc
         cli.main(["finetune", "--output", str(tmp_path / "new"), "--resume"])
 
 
-@pytest.mark.parametrize("changed", ["checkpoint", "distill_from"])
-def test_resume_refuses_changed_sources(run, stock, tmp_path, changed, monkeypatch):
+def test_resume_refuses_a_changed_checkpoint(run, stock, tmp_path, monkeypatch):
+    checkpoint = tmp_path / "checkpoint"
     model = LlamaForCausalLM.from_pretrained(stock["llama"])
-    for name in ("checkpoint", "distill_from"):
-        model.save_pretrained(tmp_path / name)
-        AutoTokenizer.from_pretrained(stock["llama"]).save_pretrained(tmp_path / name)
-    distilled = ["--distill", "attention", "--distill-from", str(tmp_path / "distill_from")]
-    arguments = [str(tmp_path / "checkpoint"), "--position-encoding", "pope", *distilled]
+    model.save_pretrained(checkpoint)
+    AutoTokenizer.from_pretrained(stock["llama"]).save_pretrained(checkpoint)
     with monkeypatch.context() as patch:
         stop_in_step_2(patch)
         with pytest.raises(Interrupted):
-            run(*arguments)
+            run(str(checkpoint))
     model.config.rope_parameters["rope_theta"] = 3.0
-    model.save_pretrained(tmp_path / changed)
-    with pytest.raises(TrainingError, match=f"with {changed}=.*{changed}', whose files have changed"):
-        run(*arguments, "--resume")
+    model.save_pretrained(checkpoint)
+    with pytest.raises(TrainingError, match=r"with checkpoint=.*checkpoint', whose files have changed"):
+        run(str(checkpoint), "--resume")
 
 
-def test_tokens_are_drawn_again_for_other_text(run, stock, tmp_path, monkeypatch):
-    """The run was interrupted before its first checkpoint, so that no text is compared."""
-
-    def stopping(*_, **options):
-        raise KeyboardInterrupt
-
-    text = tmp_path / "own.txt"
-    text.write_text("how now brown cow, " * 100)
-    arguments = [stock["llama"], "--train-file", str(text), "--distill-from", stock["llama"], "--sequence-length", "16"]
-    arguments += ["--steps", "4", "--batch-size", "2", "--evaluation-blocks", "4"]
+def test_resume_of_a_run_of_an_earlier_version(run, stock, data_dir, monkeypatch):
+    """The options of distillation are no longer there: unused, they change nothing; a run with them is refused."""
+    whole, _ = run(stock["llama"], output="whole")
     with monkeypatch.context() as patch:
-        patch.setattr(script.Finetuning, "begin", stopping)
-        with pytest.raises(KeyboardInterrupt):
-            finetune([*arguments, "--output", str(tmp_path / "run")])
-    text.write_text("how now green cow, " * 100)
-    finetune([*arguments, "--output", str(tmp_path / "run"), "--resume"])
-    finetune([*arguments, "--output", str(tmp_path / "new")])
-    weights, others = (load_file(tmp_path / name / "model.safetensors") for name in ("run", "new"))
-    for name, weight in weights.items():
-        assert torch.equal(others[name], weight), name
+        stop_in_step_2(patch)
+        with pytest.raises(Interrupted):
+            run(stock["llama"])
+    output = whole.with_name("run")
+    record, settings = output / "finetune.json", json.loads((output / "finetune.json").read_text())
+    resume = ["--output", str(output), "--resume", "--data-dir", str(data_dir)]
+    record.write_text(json.dumps({**settings, "distill_from": "source", "distill": "attention"}))
+    with pytest.raises(TrainingError, match=r"other settings .*: distill_from: 'source' → None"):
+        finetune(resume)
+    record.write_text(json.dumps({**settings, "distill_from": None, "distill": "logits"}))
+    finetune(resume)
+    weights, others = (load_file(folder / "model.safetensors") for folder in (output, whole))
+    assert all(torch.equal(others[name], weight) for name, weight in weights.items())
 
 
 def test_resume_refuses_another_batch_size(run, stock, monkeypatch):
@@ -761,7 +575,7 @@ def test_resume_refuses_another_batch_size(run, stock, monkeypatch):
 
 
 def stop_in_step_2(patch):
-    train_step, calls = script.Run.train_step, []
+    train_step, calls = script.TrainingRun.train_step, []
 
     def stopping(self, batch):
         calls.append(1)
@@ -769,7 +583,7 @@ def stop_in_step_2(patch):
             signal.raise_signal(signal.SIGTERM)
         return train_step(self, batch)
 
-    patch.setattr(script.Run, "train_step", stopping)
+    patch.setattr(script.TrainingRun, "train_step", stopping)
 
 
 def test_damaged_checkpoint(run, stock, monkeypatch, tmp_path):
@@ -820,8 +634,6 @@ def test_what_resume_refuses(run, stock):
         (["--position-encoding", "absolute", "--sequence-length", "64"], "sequence_length=64.*32"),
         (["--merge"], "merge=True"),
         (["--shuffle-buffer", "4"], "shuffle_buffer=4 is not valid: it has no effect without streaming"),
-        (["--distill", "attention"], "distill='attention' is not valid: it has no effect without distill_from"),
-        (["--distill-from", ".", "--streaming"], "distill_from='.' is not valid: it needs text that is not streamed"),
         (["--lora-rank", "4"], "lora_rank=4 is not valid: it has no effect without lora"),
         (["--lora-alpha", "4"], "lora_alpha=4.0"),
         (["--lora-dropout", "0.5"], "lora_dropout=0.5"),

@@ -12,13 +12,13 @@ pytest.importorskip("triton", reason="the kernels are written in Triton")
 
 import compile_kernels
 from tiny import slow_but
-from whatwhere import kernel_cope, kernel_flash, kernel_launch, kernel_plain, kernel_pope
+from whatwhere import kernel_bias, kernel_cope, kernel_flash, kernel_launch, kernel_pope
 from whatwhere.scripts import gpu_check
 from whatwhere.scripts.benchmark import references, report
+from whatwhere.scripts.benchmark.kernel_cases import KERNELS, MASKS, case
 from whatwhere.scripts.benchmark.measure import CheckFailed
 from whatwhere.scripts.benchmark.references import visible
 from whatwhere.scripts.gpu_check import Group, check_all, check_case, groups_on_cpu, groups_on_gpu
-from whatwhere.scripts.kernel_cases import KERNELS, MASKS, case
 
 CPU = torch.device("cpu")
 
@@ -54,7 +54,7 @@ def test_everything_that_needs_no_gpu(run):
 def test_finds_mistakes(monkeypatch, what, mistake):
     """Errors of the output and of a gradient; memory that is not written; results that differ from run to run."""
     modules = {"cope": (kernel_cope, "cope_attention"), "pope": (kernel_pope, "pope_attention")}
-    module, name = modules.get(what, (kernel_plain, "plain_attention"))
+    module, name = modules.get(what, (kernel_bias, "plain_attention"))
     right = getattr(module, name)
 
     def kernel(query, *inputs, **options):
@@ -165,21 +165,21 @@ def test_long_cases(monkeypatch):
     assert (rows[0], rows[-1], len(rows)) == (0, 199, 32 - 2)
     checks, share = check_case(long, CPU)
     assert (checks, share <= 1) == (5, True)
-    right = kernel_plain.flash_backward
+    right = kernel_bias.flash_backward
 
     def backward(*given, **options):
         results = right(*given, **options)
         results[1][0, 0, 77] += 0.01
         return results
 
-    monkeypatch.setattr(kernel_plain, "flash_backward", backward)
+    monkeypatch.setattr(kernel_bias, "flash_backward", backward)
     with pytest.raises(CheckFailed, match="dk is off"):
         check_case(long, CPU)
 
 
 def test_tf32(monkeypatch):
     """It is allowed within a case of this type only, and its inputs are exact in it."""
-    right, found = kernel_plain.plain_attention, []
+    right, found = kernel_bias.plain_attention, []
     before = torch.backends.cuda.matmul.fp32_precision
 
     def kernel(query, *inputs, **options):
@@ -188,7 +188,7 @@ def test_tf32(monkeypatch):
         # The error of TF32 is allowed.
         return right(query, *inputs, **options) * (1 + 2**-13)
 
-    monkeypatch.setattr(kernel_plain, "plain_attention", kernel)
+    monkeypatch.setattr(kernel_bias, "plain_attention", kernel)
     check_case(case("plain", "tf32", 16, 80, batch=1, heads=2, groups=1), CPU)
     assert set(found) == {"tf32"}
     assert torch.backends.cuda.matmul.fp32_precision == before
@@ -469,7 +469,7 @@ def test_groups():
     cases = [one for group in gpu for one in group.cases]
     assert {one.mask for one in cases} == {"causal", *MASKS}
     assert {one.dtype for one in cases} == {"float32", "tf32", "bfloat16", "float16"}
-    assert {dict(one.options).get("opening") for one in cases} >= {None, "open", "closed"}
+    assert {dict(one.options).get("gate_values") for one in cases} >= {None, "open", "closed"}
     for kernel in KERNELS:
         for kind in ("long", "tiles", "shapes", "wide"):
             assert any(f"{group.name} ".startswith(f"{kind} {kernel} ") for group in gpu)

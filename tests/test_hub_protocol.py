@@ -19,7 +19,7 @@ from whatwhere import WhatWhereLlamaForCausalLM
 from whatwhere.model_card import weights_fingerprint
 from whatwhere.scripts.cards.folder import write_card
 from whatwhere.scripts.data.tokenize import build_tokenizer
-from whatwhere.scripts.evaluation.results import write_json
+from whatwhere.scripts.writing import write_json
 
 CONFIGURATION = {"configuration_common.py", "configuration_whatwhere_llama.py"}
 TOKENIZER = {"tokenizer.json", "tokenizer_config.json"}

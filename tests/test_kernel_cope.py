@@ -2,24 +2,19 @@
 
 import itertools
 import math
-import types
 
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
-import oracles
 from compile_kernels import recording
-from test_position_cope_mlp import UNITS as WIDE_UNITS
-from test_position_cope_mlp import set_units
 from tiny import check_operator, slow_but
 from whatwhere import kernel_cope
 from whatwhere.attention_mask import dense_mask
 from whatwhere.kernel_cope import cope_attention
 from whatwhere.kernel_flash import flash_backward, flash_forward, row_products
 from whatwhere.kernel_launch import Tiles
-from whatwhere.position_cope_mlp import CoPEMLP, CoPEMLPParameters
 
 SHIPPED_TILES = kernel_cope._window_tiles
 
@@ -313,113 +308,20 @@ def test_scale_of_positions_is_its_own():
 def test_chunks_of_rows(little_scratch, openness, heads, rows, keys):
     """A small budget for scratch memory changes nothing but the number of passes."""
     tensors = inputs(1, heads, 1, rows, keys, 16, openness=openness)
-    assert kernel_cope._Pass([*tensors[:4], *[None] * 10], 1.0, 1.0).chunk == kernel_cope.WINDOW_ROWS
+    assert kernel_cope._Pass([*tensors[:4], *[None] * 9], 1.0, 1.0).chunk == kernel_cope.WINDOW_ROWS
     compare(tensors)
 
 
 def test_windows_end_where_positions_do():
     """With open gates a window is as long as the table, not as the row; with closed gates it is the row."""
     query, key, value, table, _ = inputs(1, 1, 1, 257, 257, 16, positions=16, openness=12.0)
-    window = kernel_cope._Pass([query, key, value, table, *[None] * 10], 0.25, 0.25).window_forward()
+    window = kernel_cope._Pass([query, key, value, table, *[None] * 9], 0.25, 0.25).window_forward()
     first_rows = torch.arange(0, 257, kernel_cope.WINDOW_ROWS)
     assert (first_rows - window.start[0, 0] <= 16 + kernel_cope.MOST_COLUMNS).all()
     key = key.detach().clone()
     key[..., 0] = -12.0
-    window = kernel_cope._Pass([query, key, value, table, *[None] * 10], 0.25, 0.25).window_forward()
+    window = kernel_cope._Pass([query, key, value, table, *[None] * 9], 0.25, 0.25).window_forward()
     assert (window.start == 0).all()
-
-
-# Open gates skip pieces between the knots of "narrow".
-UNITS = {**WIDE_UNITS, "narrow": ([1.0, 1.0, -1.0, 1.0, 1.0], [-0.3, -0.301, 0.302, -0.303, -0.7])}
-del UNITS["start"]
-
-
-def network_of(units, positions):
-    """CoPE_MLP of a head with 16 channels."""
-    config = types.SimpleNamespace(
-        hidden_size=32, num_attention_heads=2, head_dim=16, layer_encodings=lambda layer: ["cope_mlp"]
-    )
-    encoding = CoPEMLP(config, CoPEMLPParameters(hidden_units=5, num_positions=positions), 0)
-    set_units(encoding, *UNITS[units])
-    return encoding
-
-
-def compare_network(tensors, encoding, seen, ranges=None, tolerance=2e-5):
-    """Compares the output and every gradient with the network as loops, in float64; `seen` is bool (B, Q, K)."""
-    query, key, value = tensors
-    inputs = [*tensors, *encoding.network()]
-    exact = [one.detach().double().requires_grad_() for one in inputs]
-    last, groups = encoding.parameters_.num_positions - 1, query.shape[1] // key.shape[1]
-    expected = torch.stack(
-        [
-            torch.stack(
-                [
-                    oracles.cope_mlp_oracle(
-                        exact[0][b, h],
-                        *(one[b, h // groups] for one in exact[1:3]),
-                        *exact[3:],
-                        seen[b],
-                        scaling=0.25,
-                        last=last,
-                    )
-                    for h in range(query.shape[1])
-                ]
-            )
-            for b in range(query.shape[0])
-        ]
-    )
-    out = encoding.kernel(query, key, value, None, ranges=ranges, scaling=0.25)
-    grad = torch.randn(out.shape)
-    found = [out, *torch.autograd.grad(out, inputs, grad.to(out.dtype))]
-    wanted = [expected, *torch.autograd.grad(expected, exact, grad.double(), materialize_grads=True)]
-    for name, ours, truth in zip(("out", "dq", "dk", "dv", "dweight", "dbias", "doutput"), found, wanted):
-        error = (ours.double() - truth).norm() / torch.maximum(truth.norm(), 0.1 * grad.norm())
-        assert error <= tolerance, f"{name}: {error:.2g}"
-    return out
-
-
-@pytest.mark.parametrize(
-    ("units", "rows", "keys", "openness", "positions", "dtype"),
-    slow_but(
-        [("narrow", 33, 33, 12.0, 8, torch.float32), ("outside", 1, 1, 0.0, 4, torch.float32)],
-        [
-            *(
-                (units, rows, keys, openness, positions, torch.float32)
-                for units in UNITS
-                for rows, keys, openness, positions in [
-                    (1, 1, 0.0, 4),
-                    (33, 33, 12.0, 8),
-                    (33, 33, -12.0, 8),
-                    (33, 70, 12.0, 12),
-                    (70, 70, 0.0, 2),
-                    (70, 70, 0.0, 20),
-                ]
-            ),
-            ("both-directions", 70, 70, 0.0, 20, torch.bfloat16),
-        ],
-    ),
-)
-def test_pieces_between_knots(units, rows, keys, openness, positions, dtype):
-    """CoPE_MLP: knots anywhere, at one place, and none; and decoding."""
-    query, key, value, *_ = inputs(1, 2, 1, rows, keys, 16, openness=openness, dtype=dtype)
-    encoding = network_of(units, positions)
-    seen = torch.ones(1, rows, keys, dtype=torch.bool).tril(keys - rows)
-    tolerance = 2e-5 if dtype == torch.float32 else 2e-2
-    out = compare_network((query, key, value), encoding, seen, tolerance=tolerance)
-    with torch.no_grad():
-        row = encoding.kernel(query[:, :, -1:], key, value, None, ranges=None, scaling=0.25)
-    assert (row - out[:, :, -1:]).norm() / out[:, :, -1:].norm() < tolerance
-
-
-@pytest.mark.parametrize(
-    ("units", "chunks"), slow_but([], [("outside", False), ("narrow", False), ("both-directions", True)])
-)
-def test_pieces_with_padding_and_documents(units, chunks, request):
-    if chunks:
-        request.getfixturevalue("little_scratch")
-    ranges = padded_and_packed(30, 110)
-    tensors = inputs(3, 2, 1, 30, 110, 16)[:3]
-    compare_network(tensors, network_of(units, 12), dense_mask(ranges, 30)[:, 0], ranges)
 
 
 @pytest.mark.parametrize("dtype", slow_but([torch.bfloat16], [torch.bfloat16, torch.float16]))
@@ -434,7 +336,7 @@ def test_float32_table_with_bfloat16_queries():
     tensors = inputs(1, 2, 1, 70, 70, 16, positions=64, dtype=torch.bfloat16)
     tensors[3] = torch.randn(16, 64, requires_grad=True)
     values = torch.empty(2, 128, 64, dtype=torch.int64)
-    kernel_cope._Pass([*tensors[:4], *[None] * 10], 0.25, 0.25).position_values(0, values)
+    kernel_cope._Pass([*tensors[:4], *[None] * 9], 0.25, 0.25).position_values(0, values)
     exact = tensors[0].double()[0] @ tensors[3].double() * 0.25
     steps = torch.cat([exact[..., 1:] - exact[..., :-1], torch.zeros_like(exact[..., :1])], -1)
     found = values[:, :70].view(torch.float32).unflatten(-1, (64, 2))
@@ -553,11 +455,11 @@ def test_grids_of_many_heads():
     heads, wide = (70_000, 1), 2**16 - 1
     query, table = meta(*heads, 64, 16), meta(16, 8)
     with recording() as launches:
-        attention = kernel_cope._Pass([query, query, query, table, *[None] * 10], 0.25, 0.25)
+        attention = kernel_cope._Pass([query, query, query, table, *[None] * 9], 0.25, 0.25)
         window = attention.window_forward()
         attention.window_backward(query, meta(*heads, 64), window)
         row = meta(*heads, 1, 16)
-        kernel_cope._decode([row, query, query, table, *[None] * 10], 0.25, 0.25, 8, 0.0)
+        kernel_cope._decode([row, query, query, table, *[None] * 9], 0.25, 0.25, 0.0)
         flash_forward(query, query, query, scaling=1.0)
         flash_backward(query, query, query, query, meta(*heads, 64), meta(*heads, 64), scaling=1.0)
         row_products(query, query)
@@ -578,8 +480,8 @@ def test_operator(separate, rotated):
     query, key, value, table, gate_key = inputs(1, 2, 1, 20, 30, 16, separate=separate)
     position_query = torch.randn_like(query).requires_grad_() if rotated else None
     decay = decay_of(1, 2, 20, 30) if rotated else (None, None)
-    tensors, nothing = [query, key, value, table, gate_key, position_query], [None] * 3
-    forward, settings = kernel_cope._attention.forward, (0.25, 0.25, 16, 0.0)
+    tensors, nothing = [query, key, value, table, gate_key, position_query], [None] * 2
+    forward, settings = kernel_cope._attention.forward, (0.25, 0.25, 0.0)
     check_operator(forward, [*tensors, None], [None, None, *decay, *nothing], *settings)
     relative, *positions = torch.randn(5, 16, requires_grad=True), torch.arange(10, 30)[None], torch.arange(30)[None]
     check_operator(forward, [*tensors, relative], [*positions, None, None, *nothing], *settings)
@@ -588,7 +490,7 @@ def test_operator(separate, rotated):
 def test_operator_of_decoding():
     query, *others = (one.detach() for one in inputs(1, 2, 1, 20, 30, 16)[:4])
     tensors = [query[:, :, :1], *others, *[None] * 3]
-    check_operator(kernel_cope._attention.decode, tensors, [None] * 7, 0.25, 0.25, 16, 0.0)
+    check_operator(kernel_cope._attention.decode, tensors, [None] * 6, 0.25, 0.25, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -606,10 +508,6 @@ def test_operator_of_decoding():
         ({"relative": (torch.zeros(4, 16), torch.zeros(1, 9), torch.zeros(1, 10))}, r"positions=\(1, 9\)"),
         ({"ranges": torch.zeros(1, 1, 20, 2)}, "ranges="),
         ({"scaling": 0.0}, "scaling=0.0"),
-        ({"knots": torch.ones(8), "num_positions": 2}, r"knots=\(8,\) is not valid"),
-        ({"knots": torch.ones(7, requires_grad=True), "num_positions": 2}, r"knots=\(7,\) is not valid"),
-        ({"knots": torch.ones(7)}, "num_positions=None"),
-        ({"knots": torch.ones(0), "table": torch.zeros(16, 2), "num_positions": 2}, r"knots=\(0,\) is not valid"),
     ],
 )
 def test_bad_inputs(change, message):

@@ -14,8 +14,8 @@ pytest.importorskip("triton")
 from tiny import mask_of, slow_but
 from whatwhere import kernel_flash, kernel_launch
 from whatwhere.attention_mask import dense_mask
+from whatwhere.kernel_bias import plain_attention
 from whatwhere.kernel_launch import Tiles
-from whatwhere.kernel_plain import plain_attention
 
 pytestmark = pytest.mark.skipif(not kernel_launch.INTERPRETED, reason="runs in the interpreter: TRITON_INTERPRET=1")
 

@@ -15,10 +15,9 @@ from test_kernel_cope import inputs as cope_inputs
 from test_kernel_cope import reference as cope_reference
 from test_kernel_pope import inputs as pope_inputs
 from test_kernel_pope import reference as pope_reference
-from test_kernel_scan import reference as scan_reference
 from whatwhere.scripts import cli
 
-FUNCTIONS = ["cope_alibi_attention", "cope_attention", "plain_attention", "pope_attention", "stick_attention"]
+FUNCTIONS = ["cope_attention", "plain_attention", "pope_attention"]
 PACKAGE = "torch-ext/whatwhere_attention"
 
 
@@ -85,12 +84,11 @@ assert len(Build.open(folder).general.backends) == 2
 kernel = kernels.get_local_kernel(folder, backend="cpu")
 (loaded,) = kernels.get_loaded_kernels()
 loaded.metadata.digest.validate(Digest.hash_variant(DigestAlgorithm.SHA256, folder / "build" / "torch-cpu"))
-for operator in ("cope_forward", "plain_forward", "pope_forward", "scan_forward"):
+for operator in ("cope_forward", "plain_forward", "pope_forward"):
     assert hasattr(getattr(torch.ops, loaded.metadata.id), operator)
 found = {"__all__": kernel.__all__}
 for name, (arguments, leaves, grad, options) in torch.load(cases).items():
     out = getattr(kernel, name)(*arguments, **options)
-    out = out[0] if name == "stick_attention" else out
     found[name] = (out.detach(), *torch.autograd.grad(out, leaves, grad))
 torch.save(found, cases)
 
@@ -112,13 +110,10 @@ def test_loads_and_computes(folder, tmp_path):
         pytest.skip("the package `kernels` is not installed: pip install kernels")
     cope = cope_inputs(1, 2, 1, 16, 16, 16, positions=6)[:4]
     pope = pope_inputs((1, 2, 1, 16, 16, 16, 8))
-    alibi = [*cope[:3], torch.randn(2, requires_grad=True)]
     cases = {
-        "cope_alibi_attention": (alibi, alibi, torch.randn(1, 2, 16, 16), {"scaling": 0.3}),
         "cope_attention": (cope, cope, torch.randn(1, 2, 16, 16), {"scaling": 0.25, "position_scale": 1.0}),
         "plain_attention": (cope[:3], cope[:3], torch.randn(1, 2, 16, 16), {"scaling": 0.25}),
         "pope_attention": (pope, [*pope[:3], pope[3][4]], torch.randn(1, 2, 16, 16), {"scaling": 0.4}),
-        "stick_attention": (cope[:3], cope[:3], torch.randn(1, 2, 16, 16), {"scaling": 0.3}),
     }
     file = tmp_path / "cases.pt"
     torch.save(cases, file)
@@ -132,10 +127,6 @@ def test_loads_and_computes(folder, tmp_path):
             expected = cope_reference(*exact, **options)
         elif name == "plain_attention":
             expected = plain_reference(*exact, **options)
-        elif name == "cope_alibi_attention":
-            expected, _ = scan_reference("cope_alibi", *exact, None)
-        elif name == "stick_attention":
-            expected, _ = scan_reference("strict", *exact, None, None)
         else:
             expected = pope_reference(*exact[:3], (*pope[3][:4], exact[3]), None, **options)
         wanted = [expected, *torch.autograd.grad(expected, exact, grad.double())]

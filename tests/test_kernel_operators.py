@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from tiny import slow_but
 from whatwhere import WhatWhereLlamaConfig, WhatWhereLlamaForCausalLM, kernel_flash
-from whatwhere.scripts.kernel_cases import KERNELS, case
+from whatwhere.scripts.benchmark.kernel_cases import KERNELS, case
 
 CPU = torch.device("cpu")
 
@@ -49,7 +49,7 @@ FIRST = [(name, {}) for name in KERNELS] + [
     ("cope", {"mask": "padding", "gates": "separate_key"}),
     ("cope", {"encoding": "cope+rope"}),
 ]
-MORE = [("cope", {"encoding": "cope+relative"}), ("cope", {"encoding": "cope_mlp"})]
+MORE = [("cope", {"encoding": "cope+relative"})]
 
 
 @pytest.mark.parametrize("queries", [20, 1])
@@ -135,7 +135,7 @@ def test_second_derivatives_are_refused(name):
 @pytest.mark.parametrize("mask", slow_but(["packed"], ["causal", "packed"]))
 @pytest.mark.parametrize(
     ("name", "variant"),
-    slow_but([("cope", {"encoding": "cope+alibi"}), ("pope", {}), ("relative", {}), ("stick_breaking", {})], EVERY),
+    slow_but([("cope", {"encoding": "cope+alibi"}), ("pope", {}), ("relative", {})], EVERY),
     ids=str,
 )
 def test_decoding_with_many_heads_for_a_key_head(name, variant, mask):

@@ -14,12 +14,11 @@ import triton.language as tl
 from compile_kernels import variants
 from race_check import BARRIER, LANES, OUTSIDE, PROGRAMS, UNWRITTEN, checked
 from tiny import mask_of, slow_but
-from whatwhere import kernel_cope, kernel_flash, kernel_launch, kernel_plain, kernel_scan
+from whatwhere import kernel_bias, kernel_cope, kernel_flash, kernel_launch
+from whatwhere.kernel_bias import plain_attention
 from whatwhere.kernel_cope import cope_attention
 from whatwhere.kernel_launch import Tiles
-from whatwhere.kernel_plain import plain_attention
 from whatwhere.kernel_pope import pope_attention
-from whatwhere.kernel_scan import cope_alibi_attention, stick_attention
 
 pytestmark = pytest.mark.skipif(not kernel_launch.INTERPRETED, reason="runs in the interpreter: TRITON_INTERPRET=1")
 
@@ -27,7 +26,6 @@ FLASH = {"forward_kernel", "row_products_kernel", "backward_rows_kernel", "backw
 COPE = FLASH | {"_position_values", "_window_forward", "_window_rows", "_window_columns"}
 POPE = FLASH | {"turn_kernel"}
 DECODING = {"decode_kernel", "combine_kernel"}
-SCAN = {"_scan_forward", "_scan_rows", "_scan_columns"}
 
 # (B, H, G, Q, K, D): head dims that are a power of two and not, grouped heads, more keys than rows, one row.
 SHAPES = {
@@ -125,7 +123,7 @@ def test_plain_attention_with_other_tiles(tiles, mask, monkeypatch):
 def test_relative_positions(shape, mask, little_scratch, monkeypatch):
     """Positions that are distinct; tiles near and far; chunks of rows."""
     monkeypatch.setattr(kernel_flash, "_candidates", lambda *_: [Tiles(16, 16)])
-    monkeypatch.setattr(kernel_plain, "CHUNK_ROWS", 32)
+    monkeypatch.setattr(kernel_bias, "CHUNK_ROWS", 32)
     _, _, _, Q, K, D = shape = SHAPES[shape]
     ranges, positions = mask_of(mask, shape[0], Q, K), torch.arange(K)[None]
 
@@ -180,7 +178,7 @@ def test_pope(shape, mask, rotated, chunks, request):
 def search_cope(shape, mask, gates, openness, dtype=torch.float32):
     """gates: "keys", "values", or "own": keys of their own, a query of its own for the table, and a decay.
 
-    With values there are also relative positions; "knots": the keys', and pieces between knots.
+    With values there are also relative positions.
     """
     B, H, _, Q, K, D = shape
     numbers = -torch.rand(B, H, K).cumsum(-1).double()
@@ -189,7 +187,7 @@ def search_cope(shape, mask, gates, openness, dtype=torch.float32):
     own = [torch.randn_like(key), torch.randn_like(query)] if gates == "own" else [None, None]
     # One channel that all share opens and closes the gates.
     query[..., 0] = 4.0
-    for gating in {"keys": [key], "values": [value], "own": own[:1], "knots": [key]}[gates]:
+    for gating in {"keys": [key], "values": [value], "own": own[:1]}[gates]:
         gating[..., 0] = openness
     ranges = mask_of(mask, shape[0], *shape[3:5])
 
@@ -198,15 +196,13 @@ def search_cope(shape, mask, gates, openness, dtype=torch.float32):
     def attend(query, key, value, table, gate_key, position_query, embeddings):
         options = {"gate_key": value if gates == "values" else gate_key, "position_query": position_query}
         options["decay"] = decay
-        if gates == "knots":
-            options |= {"knots": torch.tensor([-3.0, 0.2, 0.3, 0.4, 2.5, 2.5, 8.0, 36.0]), "num_positions": 37}
         if embeddings is not None:
             options["relative"] = embeddings, positions[:, K - Q :], positions
         return cope_attention(query, key, value, table, **options, ranges=ranges, scaling=0.25, position_scale=0.25)
 
     kernels = DECODING | {"_position_values", "_window_forward"} if shape[3] == 1 else COPE
     embeddings = torch.randn(20, D) if gates == "values" else None
-    search(attend, (query, key, value, torch.randn(D, 18 if gates == "knots" else 37), *own, embeddings), kernels)
+    search(attend, (query, key, value, torch.randn(D, 37), *own, embeddings), kernels)
 
 
 @pytest.fixture
@@ -221,7 +217,6 @@ def narrow(monkeypatch):
     slow_but(
         [("small", "causal", "keys", 12.0), ("one-row", "packed", "own", 0.0)],
         [
-            *((shape, "packed", "knots", openness) for shape in ("small", "one-row") for openness in (0.0, 12.0)),
             *((*pair, "own", 0.0) for pair in PAIRS),
             *((shape, "packed", "keys", openness) for shape in ("small", "one-row") for openness in (-12.0, 0.0, 12.0)),
             *(("small", "causal", "keys", openness) for openness in (-12.0, 12.0)),
@@ -257,36 +252,9 @@ def test_cope_with_its_own_tiles(dtype, mask, little_scratch):
     search_cope((1, 4, 2, 100, 150, 20), mask, "own", 0.0, dtype)
 
 
-# CoPE_ALiBi and stick-breaking attention.
-
-
-@pytest.mark.parametrize(
-    ("shape", "mask", "softmax"),
-    slow_but(
-        [("small", "padding", True), ("grouped", "packed", False), ("one-row", "causal", True)],
-        [
-            *((shape, mask, softmax) for shape, mask in PAIRS for softmax in (True, False)),
-            *(("small", mask, softmax) for mask in MASKS for softmax in (True, False)),
-        ],
-    ),
-)
-def test_scan(shape, mask, softmax, little_scratch, monkeypatch):
-    """With a softmax or by stick-breaking; several blocks of rows and keys, and a chunk for each block of rows."""
-    monkeypatch.setattr(kernel_scan, "_tiles", lambda *_: ([Tiles(32, 32)], [Tiles(32, 32)]))
-    ranges = mask_of(mask, SHAPES[shape][0], *SHAPES[shape][3:5])
-
-    def attend(query, key, value, slopes):
-        if softmax:
-            return cope_alibi_attention(query, key, value, slopes, ranges=ranges, scaling=0.3)
-        out, remainder = stick_attention(query, key, value, ranges=ranges, scaling=2.0)
-        return out + remainder[..., None]
-
-    search(attend, (*inputs(SHAPES[shape]), torch.randn(SHAPES[shape][1]) if softmax else None), SCAN)
-
-
 def test_all_kernels_are_searched():
     launched = {entry[0].fn.__name__ for entries in variants().values() for entry in entries}
-    assert launched == COPE | POPE | DECODING | SCAN
+    assert launched == COPE | POPE | DECODING
 
 
 # Planted defects, and what is right beside them.

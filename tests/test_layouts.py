@@ -10,11 +10,10 @@ from safetensors.torch import load_file
 
 from layout_worker import copy_unfinished
 from processes import TORCHRUN, python
-from whatwhere.scripts.checks import Refused
+from whatwhere.scripts.errors import Refused, TrainingError
 from whatwhere.scripts.training import distributed
 from whatwhere.scripts.training import model as training_model
 from whatwhere.scripts.training.distributed import check_layout
-from whatwhere.scripts.training.errors import TrainingError
 from whatwhere.scripts.training.loop import train
 from whatwhere.scripts.training.model import build_config, build_model
 from whatwhere.scripts.training.recipe import parse_recipe
@@ -203,8 +202,8 @@ def test_chunked_loss(kind, autocast):
     config = build_config(recipe)
     config.vocab_size = 1024
     torch.manual_seed(0)
-    chunked = build_model(recipe, config)
-    plain = build_model(parse_recipe(values("rope")), config)
+    chunked = build_model(config, recipe.training)
+    plain = build_model(config, parse_recipe(values("rope")).training)
     plain.load_state_dict(chunked.state_dict())
     ids = torch.randint(1024, (4, 64))
     labels = ids.masked_fill(torch.rand(ids.shape) < 0.2, -100)
@@ -249,5 +248,5 @@ def test_layers_are_compiled_by_themselves(monkeypatch):
     compiled = []
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self: compiled.append(self))
     recipe = parse_recipe(values("rope", compile="layers"))
-    model = build_model(recipe, build_config(recipe))
+    model = build_model(build_config(recipe), recipe.training)
     assert compiled == list(training_model.decoder_layers(model))

@@ -16,9 +16,9 @@ from whatwhere.scripts.data.tokenize import build_tokenizer, train_bpe
 from whatwhere.scripts.evaluation import length as script
 from whatwhere.scripts.evaluation import length_report, variants, windows
 from whatwhere.scripts.evaluation.checkpoints import Loading, check_vocabulary, longest_length, trained_length_of
-from whatwhere.scripts.evaluation.processes import Processes
 from whatwhere.scripts.evaluation.results import read_results
 from whatwhere.scripts.evaluation.schema import Cell
+from whatwhere.scripts.processes import Processes
 
 SIZES = {"vocab_size": 258, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 TRAINED = 16
@@ -118,7 +118,7 @@ def test_shares_of_processes_add_up(texts, count, monkeypatch):
         assert cell.windows == windows_
         monkeypatch.setattr(InTurn, "given", [])
         for rank in range(count):
-            found = windows.measure_windows(model, texts, sizes, length, **given, processes=InTurn(rank, count))
+            found = windows.measure_windows(model, texts, sizes, length, **given, processes=InTurn(count, rank=rank))
         assert len(InTurn.given) == count, "one sum for each cell"
         # Sums by position are added in another order.
         assert found[0] == cell

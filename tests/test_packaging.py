@@ -99,6 +99,7 @@ NAMES = {
     "PIL": "pillow",
     "lm_eval": "lm-eval",
     "liger_kernel": "liger-kernel",
+    "fla": "fla-core",
     "pydantic_core": "pydantic",
     "symusic": "miditok",
 }
@@ -194,26 +195,23 @@ def test_scripts_do_not_import_the_folders(path: pathlib.Path) -> None:
             assert not wrong, f"{relative(path)}:{node.lineno} imports {wrong}: import `whatwhere`"
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "scripts" / "evaluation").rglob("*.py")), ids=relative)
-def test_evaluation_does_not_import_what_trains(path: pathlib.Path) -> None:
-    above = {"training", "train", "finetune", "reproduce", "demo", "cards"}
-    for node, _ in imports(path):
-        found = above & {part for module in modules(node) for part in module.split(".")}
-        assert not found, f"{relative(path)}:{node.lineno} imports {found}"
+# Each folder of `scripts/` imports only those before it; the files outside the folders are the first.
+FOLDERS = ["", "data", "toy_tasks", "evaluation", "training", "cards", "analysis"]
+FOLDERS += ["benchmark", "reproduction", "commands"]
 
 
-def test_no_circles_of_imports() -> None:
-    """Imports inside functions count, too."""
+def import_graph() -> dict[pathlib.Path, set[pathlib.Path]]:
+    """The files of the package that each file imports, inside functions, too."""
     folders = {"modeling": (), "configuration": ("configuration",), "scripts": ("scripts",)}
     paths = {}
     for path in (*MODELING, *CONFIGURATION, *SCRIPTS):
         folder, *parts = path.relative_to(ROOT).with_suffix("").parts
         parts = ["whatwhere", *folders[folder], *parts]
         paths[tuple(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    graph: dict[tuple[str, ...], set[tuple[str, ...]]] = {}
+    graph: dict[pathlib.Path, set[pathlib.Path]] = {}
     for own, path in paths.items():
         package = own if path.name == "__init__.py" else own[:-1]
-        graph[own] = set()
+        graph[path] = set()
         for node, _ in imports(path):
             level = node.level if isinstance(node, ast.ImportFrom) else 0
             start = package[: len(package) + 1 - level] if level else ()
@@ -222,8 +220,24 @@ def test_no_circles_of_imports() -> None:
                 names = [(*target, alias.name) for alias in node.names]
                 files = [name for name in names if name in paths]
                 # `from package import file` does not need the package's own names.
-                graph[own] |= {*files, *([target] if len(files) < len(names) and target in paths else [])} - {own}
-    graphlib.TopologicalSorter(graph).prepare()
+                needed = {*files, *([target] if len(files) < len(names) and target in paths else [])}
+                graph[path] |= {paths[name] for name in needed - {own}}
+    return graph
+
+
+def test_no_circles_of_imports() -> None:
+    graphlib.TopologicalSorter(import_graph()).prepare()
+
+
+def test_folders_of_scripts_import_those_before_them() -> None:
+    def place(path: pathlib.Path) -> int:
+        folder, *rest = path.relative_to(ROOT / "scripts").parts
+        return FOLDERS.index(folder if rest else "")
+
+    for path, needed in import_graph().items():
+        if path in SCRIPTS and path.parent.name != "metrics":
+            wrong = [relative(other) for other in needed if other in SCRIPTS and place(other) > place(path)]
+            assert not wrong, f"{relative(path)} imports {wrong}, of a later folder"
 
 
 # Runs in a process of its own: finders that do not find the optional packages.

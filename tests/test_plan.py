@@ -18,7 +18,7 @@ from processes import TORCHRUN, python
 from tiny import FAMILIES, causal_lm_class, tiny_config
 from whatwhere import attention_triton
 from whatwhere.scripts import cli
-from whatwhere.scripts.checks import Refused
+from whatwhere.scripts.errors import Refused
 from whatwhere.scripts.training.flops import flops_per_token, peak_flops
 from whatwhere.scripts.training.plan import plan
 from whatwhere.scripts.training.recipe import load_recipe

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tiny import FAMILIES, tiny_config, tiny_model, tokens
-from whatwhere.position_registry import embedding
+from whatwhere.position_modules import embedding
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -15,7 +15,7 @@ from whatwhere.forward_arguments import CACHE
 from whatwhere.learned_table import SharedTable
 from whatwhere.position_alibi import ALiBi, ALiBiParameters, alibi_slopes
 from whatwhere.position_cope import CoPE, CoPEParameters
-from whatwhere.position_registry import PositionEncodings
+from whatwhere.position_modules import PositionEncodings
 
 # Parameters that take other code paths than the defaults: the contract tests run them too.
 VARIANTS = {
@@ -180,7 +180,7 @@ def test_only_rope_needs_a_second_query():
         for layer in range(2):
             parts = PositionEncodings(tiny_config("llama", encoding), layer)
             if "cope" in parts:
-                tensors, _ = parts["cope"].term_inputs(context, 0.5)
+                tensors, _ = parts["cope"].bias_inputs(context, 0.5)
                 assert (tensors[-1] is context.query) == ("rope" in parts)
                 assert len(tensors) == 1 + ("rope" in parts)
 

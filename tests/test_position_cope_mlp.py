@@ -11,7 +11,7 @@ from tiny import bias_of, position_context, tiny_config, tiny_model
 from whatwhere.attention_blockwise import blockwise_attention
 from whatwhere.position_cope import CoPE, CoPEParameters
 from whatwhere.position_cope_mlp import CoPEMLP, CoPEMLPParameters
-from whatwhere.position_registry import PositionEncodings
+from whatwhere.position_modules import PositionEncodings
 
 # Parameters that take other code paths than the defaults: the contract tests run them too.
 VARIANTS = {

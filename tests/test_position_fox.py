@@ -9,13 +9,13 @@ import oracles
 import whatwhere.position_fox as module
 from bias_checks import assert_same, every_head
 from tiny import causal_lm_class, position_context, ranges_of, tiny_config, tiny_model, tokens
-from whatwhere.attention_blockwise import MASKED, Bias, blockwise_attention, join_digits
+from whatwhere.attention_blockwise import MASKED, BiasInputs, blockwise_attention, join_digits
 from whatwhere.attention_options import HeadNorm, previous_slots
 from whatwhere.forward_arguments import CACHE
 from whatwhere.modeling_whatwhere_llama import WhatWhereLlamaAttention
 from whatwhere.position_base import PositionContext
-from whatwhere.position_fox import FoXTerm
-from whatwhere.position_registry import SharedPositionEncodings
+from whatwhere.position_fox import FoXBias
+from whatwhere.position_modules import SharedPositionEncodings
 
 PARTS = ["output_gate", "output_norm", "qk_norm", "key_value_shift"]
 # Parameters that a configuration refuses, and what the message says: test_configuration.py.
@@ -54,13 +54,13 @@ def test_equals_loops(mask, gate, monkeypatch):
 
     logits = query @ key.repeat_interleave(2, dim=1).transpose(2, 3) * scaling
     logits = logits.masked_fill(~visible, MASKED)
-    weights = torch.softmax(logits + FoXTerm.bias(logits, query, (forget,), ()), -1) * visible.any(-1, keepdim=True)
+    weights = torch.softmax(logits + FoXBias.bias(logits, query, (forget,), ()), -1) * visible.any(-1, keepdim=True)
     outs = [weights @ value.repeat_interleave(2, dim=1)]
     if subsets:
         forms = [visible.expand(2, 1, Q, K), torch.where(visible, 0.0, -1e4).expand(2, 1, Q, K)]
     else:
         forms = [ranges_of(mask and [mask, mask], Q)]
-    biases = [Bias(FoXTerm, (forget,))]
+    biases = [BiasInputs(FoXBias, (forget,))]
     for form in forms:
         for direct in (False, True):
             options = {"mask": form, "scaling": scaling, "biases": biases, "block_size": 4, "direct": direct}
@@ -78,7 +78,7 @@ def test_long_sequences_keep_their_digits(gate):
     for dtype in (torch.float64, torch.float32):
         leaf = forget.detach().to(dtype).requires_grad_()
         out = blockwise_attention(
-            *(x.to(dtype) for x in states), scaling=0.35, biases=[Bias(FoXTerm, (leaf,))], block_size=64
+            *(x.to(dtype) for x in states), scaling=0.35, biases=[BiasInputs(FoXBias, (leaf,))], block_size=64
         )
         out.square().sum().backward()
         outs.append(out.double())
@@ -299,8 +299,8 @@ def test_gates_at_the_start():
 def test_keys_are_normed_before_they_are_rotated():
     model, seen = tiny_model("llama", "fox+rope", "eager", qk_norm=True), []
     layer = model.model.layers[0].self_attn
-    after_cache = layer.encodings.after_cache
-    layer.encodings.after_cache = lambda *states: seen.extend(states) or after_cache(*states)
+    attend = layer._attention
+    layer._attention = lambda *states, **options: seen.extend(states[1:3]) or attend(*states, **options)
     ids = tokens(1, 6)
     cache = model(ids, use_cache=True)[CACHE]
     hidden = model.model.layers[0].input_layernorm(model.get_input_embeddings()(ids))

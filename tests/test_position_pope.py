@@ -10,11 +10,11 @@ from safetensors.torch import load_file, save_file
 import whatwhere.position_pope
 from oracles import pope_attention
 from tiny import LargestTensor, causal_lm_class, position_context, ranges_of, tiny_config, tiny_model, tokens
-from whatwhere.attention import eager_attention_forward
+from whatwhere.attention_choice import choose_attention
 from whatwhere.attention_mask import dense_mask
 from whatwhere.forward_arguments import CACHE
+from whatwhere.position_modules import PositionEncodings, SharedPositionEncodings
 from whatwhere.position_pope import PoPE, PoPEParameters, fold
-from whatwhere.position_registry import PositionEncodings, SharedPositionEncodings
 
 # Parameters that take other code paths than the defaults: the contract tests run them too.
 VARIANTS = {
@@ -64,8 +64,9 @@ def test_against_the_paper(parameters, length):
     positions = torch.arange(length)[None] + 3
     context = SharedPositionEncodings(config)(query, position_context(positions))
 
-    magnitudes = layer.encodings.before_cache(query, key, context)
-    output, _ = eager_attention_forward(layer, *magnitudes, value, None, context, scaling=head_dim**-0.5, dropout=0.0)
+    magnitudes = layer.encodings["pope"].before_cache(query, key, context)
+    attend = choose_attention(layer, "eager", None)
+    output, _ = attend(layer, *magnitudes, value, None, context, scaling=head_dim**-0.5, dropout=0.0)
     expected = pope_attention(query, key, value, delta, encoding.parameters_, positions[0])
     # Phases are float32 in the shipped path.
     torch.testing.assert_close(output.transpose(1, 2), expected, rtol=1e-5, atol=1e-5)

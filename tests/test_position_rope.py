@@ -6,7 +6,7 @@ import torch
 from bias_checks import assert_same, every_head
 from oracles import rope_rotation
 from tiny import position_context, tiny_config
-from whatwhere.position_registry import PositionEncodings, SharedPositionEncodings
+from whatwhere.position_modules import PositionEncodings, SharedPositionEncodings
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.5, 0.25])
@@ -18,7 +18,7 @@ def test_against_the_paper(factor):
     key = torch.randn(1, 2, 5, config.head_dim, dtype=torch.float64, requires_grad=True)
     positions = torch.tensor([[0, 1, 2, 9, 40]])
     context = SharedPositionEncodings(config)(query, position_context(positions))
-    actual = PositionEncodings(config, 0).before_cache(query, key, context)
+    actual = PositionEncodings(config, 0)["rope"].before_cache(query, key, context)
     for states, found in zip((query, key), actual):
 
         def turned(h, t, states=states):

@@ -136,7 +136,7 @@ def test_interrupted_work_goes_on(rows, tokenizer, monkeypatch):
     monkeypatch.setattr(prepared, "_write_shard", failing)
     with pytest.raises(OSError, match="No space left"):
         prepare(rows, tokenizer, processes=1)
-    assert not list(prepared_folder(rows, tokenizer).glob("*.draft"))
+    assert not list(prepared_folder(rows, tokenizer).glob("*.partial"))
     assert prepare(rows, tokenizer, processes=1).documents == len(TEXTS)
     assert calls == [*range(10), *range(9, 76)]
 

@@ -13,7 +13,8 @@ import yaml
 pytest.importorskip("accelerate", reason='needs pip install "whatwhere[train]"')
 
 from toys import with_changes
-from whatwhere.scripts.checks import Refused, differences
+from whatwhere.scripts.checks import differences
+from whatwhere.scripts.errors import Refused
 from whatwhere.scripts.training.model import build_config, build_model, build_optimizer
 from whatwhere.scripts.training.recipe import (
     RECIPES,
@@ -46,7 +47,7 @@ def test_shipped_recipe_builds(name):
     config = build_config(recipe)
     assert config.max_position_embeddings == recipe.data.longest_input()
     with torch.device("meta"):
-        model = build_model(recipe, config)
+        model = build_model(config, recipe.training)
     if name == "code_cope":
         # Table 5 of the CoPE paper gives 19.8M for the model without position parameters.
         without = sum(p.numel() for key, p in model.named_parameters() if "position" not in key)
@@ -367,7 +368,7 @@ def test_decay_and_schedule():
     recipe = parse_recipe(
         changed(training__weight_decay=0.1, training__warmup_steps=2, training__minimum_learning_rate=1e-4)
     )
-    model = build_model(recipe, build_config(recipe))
+    model = build_model(build_config(recipe), recipe.training)
     optimizer, scheduler = build_optimizer(model, recipe.training)
     decayed, free = optimizer.param_groups
     assert (decayed["weight_decay"], free["weight_decay"]) == (0.1, 0.0)

@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("accelerate", reason='needs pip install "whatwhere[train]"')
 
 from whatwhere.scripts import cli
-from whatwhere.scripts.cards import command as cards
+from whatwhere.scripts.commands import card as cards
 from whatwhere.scripts.commands import reproduce as script
 from whatwhere.scripts.data.corpora import CORPORA
 from whatwhere.scripts.evaluation.results import read_json
@@ -30,7 +30,7 @@ from whatwhere.scripts.reproduction.verdict import (
     judge,
     ordered,
 )
-from whatwhere.scripts.training.loop import Run
+from whatwhere.scripts.training.loop import TrainingRun
 from whatwhere.scripts.training.model import build_config, build_model
 from whatwhere.scripts.training.recipe import RECIPES, load_recipe
 
@@ -243,7 +243,7 @@ def test_every_run_builds(planned, small):
             if printed is None or small:
                 continue
             with torch.device("meta"):
-                model = build_model(run.recipe, config)
+                model = build_model(config, run.recipe.training)
             count = sum(parameter.numel() for parameter in model.parameters()) / 1e6
             if run.recipe.name == "code_cope" and row in ("cope", "cope-rope"):
                 # What the paper counts there is not known: `choices` says so.
@@ -538,7 +538,7 @@ def test_report_of_text(tmp_path, capsys):
     assert "- corpora from: local files\n" in text
     folder = tmp_path / "cards" / "cope_5_small"
     readme = (folder / "README.md").read_text()
-    assert report.card(json.loads((folder / "results.json").read_text())) == readme
+    assert report.markdown(json.loads((folder / "results.json").read_text()), card=True) == readme
     for name in {choice.partition(":")[0] for choice in splits.values()}:
         assert f"\n- {CORPORA[name].title}: {CORPORA[name].licence}\n".replace("<", "&lt;") in readme
 
@@ -680,8 +680,8 @@ def test_runs_that_cannot_be_the_paper_s_are_not_exact(tmp_path):
     "folder", sorted(path.parent.name for path in CARDS.glob("*/results.json") if '"table":' in path.read_text())
 )
 def test_shipped_cards_are_those_of_their_results(folder):
-    assert (CARDS / folder / "README.md").read_text(encoding="utf-8") == report.card(
-        json.loads((CARDS / folder / "results.json").read_text(encoding="utf-8"))
+    assert (CARDS / folder / "README.md").read_text(encoding="utf-8") == report.markdown(
+        json.loads((CARDS / folder / "results.json").read_text(encoding="utf-8")), card=True
     )
 
 
@@ -753,7 +753,7 @@ TINY = {
 def test_interrupted_table_goes_on(tmp_path, monkeypatch, capsys):
     sets = [argument for key, value in TINY.items() for argument in ("--set", f"{key}={value}")]
     arguments = ["pope_1", "--small", "--seeds", "1", *sets, "--output", str(tmp_path)]
-    train_step = Run.train_step
+    train_step = TrainingRun.train_step
 
     def interrupted(self, batch):
         if self.recipe.model["position_encoding"] == "pope" and self.step == 1:
@@ -761,7 +761,7 @@ def test_interrupted_table_goes_on(tmp_path, monkeypatch, capsys):
         return train_step(self, batch)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Run, "train_step", interrupted)
+        patch.setattr(TrainingRun, "train_step", interrupted)
         with pytest.raises(SystemExit) as caught:
             cli.main(["reproduce", *arguments])
     assert caught.value.code == 128 + signal.SIGTERM

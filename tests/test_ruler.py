@@ -8,8 +8,8 @@ from tiny import tiny_model
 from whatwhere.scripts import cli
 from whatwhere.scripts.data.tokenize import build_tokenizer
 from whatwhere.scripts.evaluation import length as script
-from whatwhere.scripts.evaluation import processes, ruler
-from whatwhere.scripts.evaluation.processes import Processes
+from whatwhere.scripts.evaluation import ruler, scorer
+from whatwhere.scripts.processes import Processes
 
 # A byte-level tokenizer needs longer texts than a trained one.
 LENGTHS = (1024, 3000, 16384)
@@ -50,7 +50,7 @@ class Oracle:
 
         # The requests are divided as in `scorer`, without a model of a useful size.
         options = {"backend": "causal", "device": "cpu", "trust_remote_code": False}
-        model = processes.scorer(loading.processes, pretrained=checkpoint, **options)
+        model = scorer.scorer(loading.processes, pretrained=checkpoint, **options)
 
         def answers(self, requests, disable_tqdm=False):
             assert all(request.args[0].endswith(request.doc["gen_prefix"]) for request in requests)
@@ -92,7 +92,7 @@ def test_processes_share_the_answers(monkeypatch):
         return [*own, (1, "b"), (3, "d")]
 
     monkeypatch.setattr("accelerate.utils.gather_object", gathered)
-    assert Processes(0, 2).joined(["a", "c"], 4) == ["a", "b", "c", "d"]
+    assert Processes(2).joined(["a", "c"], 4) == ["a", "b", "c", "d"]
     assert Processes().joined(["a", "b"], 2) == ["a", "b"]
 
 

@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("filelock", reason='needs pip install "whatwhere[train]"')
 
 from whatwhere.scripts.checks import differences
-from whatwhere.scripts.training.errors import TrainingError, reported
+from whatwhere.scripts.errors import TrainingError, reported
 from whatwhere.scripts.training.run_folder import RunFolder
 
 SETTINGS = {"steps": 3, "rate": 1e-5, "sizes": (1, 2), "training": {"compile": False}}

@@ -14,10 +14,10 @@ import datasets
 
 import solvers
 from toys import toy_recipe
-from whatwhere.scripts.data.samples import TaskSamples
 from whatwhere.scripts.toy_tasks import alice
 from whatwhere.scripts.toy_tasks.common import SPLITS, build_dataset, build_tokenizer
 from whatwhere.scripts.toy_tasks.registry import TASKS, task_config
+from whatwhere.scripts.toy_tasks.samples import TaskSamples
 from whatwhere.scripts.training.data import load_data
 
 # Beside the named configurations: extreme parameters, and small ones as recipes use them.

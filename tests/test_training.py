@@ -32,12 +32,13 @@ from processes import TORCHRUN, python
 from tiny import slow_but, tiny_model
 from toys import SOLVABLE, toy_recipe, with_changes
 from whatwhere.scripts import cli
+from whatwhere.scripts.cards.folder import write_card
 from whatwhere.scripts.data.tokenize import train_bpe
+from whatwhere.scripts.errors import Interrupted, TrainingError
 from whatwhere.scripts.training import data, loop, plan, progress
 from whatwhere.scripts.training.checkpoint import Checkpoints
-from whatwhere.scripts.training.errors import Interrupted, TrainingError
 from whatwhere.scripts.training.flops import flops_per_token
-from whatwhere.scripts.training.loop import Run, train
+from whatwhere.scripts.training.loop import TrainingRun, train
 from whatwhere.scripts.training.model import build_optimizer
 from whatwhere.scripts.training.recipe import TrainingRecipe, parse_recipe
 from whatwhere.scripts.training.run_folder import RunFolder
@@ -102,14 +103,14 @@ def metrics(folder):
 
 def stop_after(monkeypatch, step, number=signal.SIGTERM):
     """Sends this process a signal in the step after `step`."""
-    train_step = Run.train_step
+    train_step = TrainingRun.train_step
 
     def interrupted(self, batch):
         if self.step == step:
             signal.raise_signal(number)
         return train_step(self, batch)
 
-    monkeypatch.setattr(Run, "train_step", interrupted)
+    monkeypatch.setattr(TrainingRun, "train_step", interrupted)
 
 
 def interrupt(changed, output, step, data_dir=None, number=signal.SIGTERM):
@@ -127,7 +128,7 @@ class Killed(BaseException):
 
 def kill(changed, output, step, data_dir):
     """Trains until the step after `step`, where nothing is saved any more."""
-    train_step = Run.train_step
+    train_step = TrainingRun.train_step
 
     def killed(self, batch):
         if self.step == step:
@@ -137,7 +138,7 @@ def kill(changed, output, step, data_dir):
         return train_step(self, batch)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Run, "train_step", killed)
+        patch.setattr(TrainingRun, "train_step", killed)
         with pytest.raises(Killed):
             train(changed, output, data_dir=data_dir)
 
@@ -282,9 +283,16 @@ def test_the_command_after_an_interruption_continues(data_dir, tmp_path, monkeyp
         printed,
     )
 
+    card = tmp_path / "whole/README.md"
+    assert "model-index" in card.read_text(encoding="utf-8")
+    card.write_text("edited", encoding="utf-8")
+    cli.main([*begun, "--output", str(tmp_path / "whole"), "--resume", "auto"])
+    assert card.read_text(encoding="utf-8") == "edited"
+    capsys.readouterr()
+
     def command_of(method, replacement):
         with monkeypatch.context() as patch:
-            patch.setattr(Run, method, replacement)
+            patch.setattr(TrainingRun, method, replacement)
             with pytest.raises(SystemExit):
                 cli.main([*begun, "--output", str(tmp_path / "run")])
         return capsys.readouterr().err.rstrip().rpartition(" with: ")[2]
@@ -293,7 +301,7 @@ def test_the_command_after_an_interruption_continues(data_dir, tmp_path, monkeyp
         raise KeyboardInterrupt
 
     assert command_of("begin", stopped) == shlex.join(["whatwhere", *begun, "--output", str(tmp_path / "run")])
-    train_step = Run.train_step
+    train_step = TrainingRun.train_step
 
     def interrupted(self, batch):
         if self.step == 1:
@@ -360,7 +368,7 @@ def test_resume_without_steps_in_between(finished, data_dir, tmp_path, monkeypat
 
     output = tmp_path / "run"
     with monkeypatch.context() as patch:
-        patch.setattr(Run, method, interrupted)
+        patch.setattr(TrainingRun, method, interrupted)
         with pytest.raises(KeyboardInterrupt):
             train(recipe(), output, data_dir=data_dir)
     train(recipe(), output, resume=True, data_dir=data_dir)
@@ -409,7 +417,7 @@ def test_results_of_a_mixture(data_dir, tmp_path):
     about = results["data"]["described"]["train"]
     assert about["title"] == "train.jsonl (75%), source code of Python's standard library (25%)"
     assert [text["weight"] for text in results["data"]["mixture"]] == [0.75, 0.25]
-    assert "train.jsonl (75%)" in (tmp_path / "run" / "README.md").read_text()
+    assert "train.jsonl (75%)" in write_card(tmp_path / "run").read_text()
     # 6 blocks of one text, 2 of the other, of 23 predictions each.
     assert results["tokens"] == 8 * 23
 
@@ -526,7 +534,7 @@ def test_no_checkpoint_is_whole(copied, data_dir):
 def test_full_disk(finished, data_dir, tmp_path, monkeypatch):
     """A checkpoint that cannot be written stops the run, which continues from the one before."""
     output, changed = tmp_path / "run", recipe(training__checkpoint_every=2)
-    train_step, (soft, hard) = Run.train_step, resource.getrlimit(resource.RLIMIT_FSIZE)
+    train_step, (soft, hard) = TrainingRun.train_step, resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def filling_the_disk(self, batch):
         if self.step == 3:
@@ -541,7 +549,7 @@ def test_full_disk(finished, data_dir, tmp_path, monkeypatch):
         return result
 
     with monkeypatch.context() as patch:
-        patch.setattr(Run, "train_step", filling_the_disk)
+        patch.setattr(TrainingRun, "train_step", filling_the_disk)
         try:
             with pytest.raises(TrainingError, match=r"step-00000004' cannot be written: .*step-00000002'.*--resume"):
                 train(changed, output, data_dir=data_dir)
@@ -648,7 +656,7 @@ def test_damaged_recipe(copied, data_dir, content):
 
 def test_one_run_a_folder(data_dir, tmp_path, monkeypatch):
     """A second run fails with an error that names the locking process; the first continues."""
-    output, train_step, refused = tmp_path / "run", Run.train_step, []
+    output, train_step, refused = tmp_path / "run", TrainingRun.train_step, []
 
     def while_another_starts(self, batch):
         for resume in (False, True):
@@ -657,7 +665,7 @@ def test_one_run_a_folder(data_dir, tmp_path, monkeypatch):
             refused.append(str(caught.value))
         return train_step(self, batch)
 
-    monkeypatch.setattr(Run, "train_step", while_another_starts)
+    monkeypatch.setattr(TrainingRun, "train_step", while_another_starts)
     train(recipe(training__steps=2), output, data_dir=data_dir)
     assert len(refused) == 4
     expected = f"output={str(output)!r} is in use: process {os.getpid()} on {socket.gethostname()} is training there."
@@ -752,7 +760,7 @@ def test_run_of_words(finished_words, chorales):
     assert "tokens_trained" not in results
     lines = metrics(output)
     assert [line["sequences"] for line in lines if "loss" in line] == [4 * i for i in range(1, 7)]
-    assert "bits per byte" not in (output / "README.md").read_text(encoding="utf-8")
+    assert "bits per byte" not in write_card(output).read_text(encoding="utf-8")
     # There is no token that ends a text: as many are made as are asked for.
     tokenizer, model = AutoTokenizer.from_pretrained(output), AutoModelForCausalLM.from_pretrained(output)
     made = model.generate(**tokenizer("60 61 62", return_tensors="pt"), max_new_tokens=5, do_sample=False)
@@ -834,7 +842,7 @@ def test_toy_checkpoint_answers(task, tmp_path):
     output = model.generate(**inputs, max_new_tokens=count, do_sample=False)
     answers = tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :])
     assert answers == [row["answer"] for row in rows]
-    card = (tmp_path / "run" / "README.md").read_text(encoding="utf-8")
+    card = write_card(tmp_path / "run").read_text(encoding="utf-8")
     assert f"| in distribution |  | 0.00 % | 0.00 % | {scores['tokens']} | 40 |" in card
     assert f"toy task {task.replace('_', ' ')}" in card
     assert "bits per byte" not in card
@@ -907,7 +915,7 @@ def test_toy_scores_by_hand(task, encoding, differs, tmp_path):
 
 def test_seed_decides_the_toy_samples(finished_toy, tmp_path):
     """Training samples follow the run's seed; held-out ones are the same for every seed."""
-    runs = [Run(short_toy(seed=seed), tmp_path / str(seed)) for seed in (0, 1)]
+    runs = [TrainingRun(short_toy(seed=seed), tmp_path / str(seed)) for seed in (0, 1)]
     first, other = (run.data.batches(0)["input_ids"] for run in runs)
     assert first.shape != other.shape or not torch.equal(first, other)
     for name, rows in runs[0].data.held_out.items():
@@ -999,7 +1007,7 @@ def test_recipe_errors_come_before_the_folder(data_dir, tmp_path):
 
 def first_step(changed, tmp_path, data_dir=None):
     """The loss of the first step, the norm of its gradient, and the gradient."""
-    run = Run(changed, tmp_path / "x", data_dir)
+    run = TrainingRun(changed, tmp_path / "x", data_dir)
     gradients = {}
 
     run.optimizer.zero_grad = lambda: gradients.update({name: p.grad for name, p in run.model.named_parameters()})
@@ -1099,10 +1107,10 @@ def test_two_processes_equal_one(data_dir, tmp_path):
 
 SEE_STREAM = """
 import json, re, sys, torch
-from whatwhere.scripts.training.loop import Run
+from whatwhere.scripts.training.loop import TrainingRun
 from whatwhere.scripts.training.recipe import load_recipe
 
-run = Run(load_recipe(sys.argv[1]), sys.argv[2], sys.argv[3])
+run = TrainingRun(load_recipe(sys.argv[1]), sys.argv[2], sys.argv[3])
 batches = run.batches()
 text = run.data.tokenizer.decode(torch.cat([next(batches)["input_ids"].flatten() for _ in range(8)]))
 seen = sorted(set(map(int, re.findall(r"train (\\d+):", text))))
@@ -1273,7 +1281,7 @@ def test_bits_per_byte_of_a_tokenizer_that_changes_the_text(tmp_path, capsys):
     assert nats / math.log(2) / bits == pytest.approx(len(text.encode()) * 7 / 8, rel=0.05)
     assert "the validation split: the tokenizer changes the text of 1 of 1 documents" in capsys.readouterr().err
     assert results["changed_documents"] == 1
-    assert "changes the text of 1 documents: bits per byte are not" in (tmp_path / "run" / "README.md").read_text()
+    assert "changes the text of 1 documents: bits per byte are not" in write_card(tmp_path / "run").read_text()
 
 
 def test_a_tokenizer_without_bytes(tmp_path, capsys):

@@ -195,7 +195,7 @@ def requests(task):
 
 @pytest.fixture
 def local_data(tmp_path, monkeypatch):
-    monkeypatch.delenv(files.DATA_DIR_VARIABLE, raising=False)
+    monkeypatch.delenv("WHATWHERE_DATA_DIR", raising=False)
     write_local(tmp_path / "data")
     return tmp_path / "data"
 
@@ -322,11 +322,11 @@ def test_cbt_requests(local_data):
 
 
 def test_local_files_that_cannot_be_read(tmp_path, monkeypatch, local_data):
-    with pytest.raises(ValueError, match=r"data_dir='None' is not a folder.*WHATWHERE_DATA_DIR.*--metadata"):
+    with pytest.raises(ValueError, match=r"no data_dir is given.*WHATWHERE_DATA_DIR.*--metadata"):
         files.rows(*LAMBADA)
     monkeypatch.setenv("WHATWHERE_DATA_DIR", str(local_data))
     assert len(files.rows(*LAMBADA)["test"]) == 2
-    with pytest.raises(ValueError, match="is not a folder"):
+    with pytest.raises(ValueError, match="must be an existing folder"):
         files.rows(*LAMBADA, data_dir=str(tmp_path / "none"))
     blimp = (local_data / "blimp/blimp.jsonl.gz").read_bytes()
     for content in (b"{}", blimp[:-9], blimp[:20] + b"x" * 20 + blimp[40:]):
@@ -552,7 +552,7 @@ def test_means_of_the_papers_table():
     ],
 )
 def test_mistakes(options, message, tmp_path, monkeypatch, refused):
-    monkeypatch.delenv(files.DATA_DIR_VARIABLE, raising=False)
+    monkeypatch.delenv("WHATWHERE_DATA_DIR", raising=False)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
     save_model(tmp_path / "model")

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import whatwhere
-from whatwhere.attention_blockwise import Bias
+from whatwhere.attention_blockwise import BiasInputs
 from whatwhere.kernel_operator import Operator
 from whatwhere.position_base import PositionContext
 from whatwhere.position_registry import POSITION_ENCODINGS
@@ -143,7 +143,7 @@ def position_context(query_positions, key_positions=None, **fields):
 
 def bias_of(encoding, context, scaling):
     """The bias of a layer's encoding, as blockwise attention takes it."""
-    return Bias(encoding.term, *encoding.term_inputs(context, scaling))
+    return BiasInputs(encoding.block_bias, *encoding.bias_inputs(context, scaling))
 
 
 def check_operator(operator, differentiable, others, *settings):

@@ -11,7 +11,7 @@ import torch
 
 from ...position_pope import pope_frequencies
 from ..evaluation.figures import new_figure, save_figure
-from .common import attention_layers, draw_heatmap
+from .layers import attention_layers, draw_heatmap
 
 
 def read(model: Any) -> dict[str, Any]:

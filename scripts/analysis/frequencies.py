@@ -18,11 +18,12 @@ from typing import Any
 
 import torch
 
+from ...position_plan import list_position_encodings
 from ...position_pope import pope_frequencies
-from ...position_registry import list_position_encodings
 from ..evaluation.figures import new_figure, save_figure, wrapped
 from ..evaluation.results import markdown_table
-from .common import attention_layers, draw_heatmap, encode, watched
+from .layers import attention_layers, draw_heatmap, watched
+from .texts import encode
 
 ALLOWED = [name for name in list_position_encodings() if {"rope", "pope"} & set(name.split("+"))]
 

@@ -18,11 +18,11 @@ import torch
 
 from ...attention_blockwise import join_digits
 from ...position_base import PositionContext
-from ...position_cope import GatedCoPETerm
-from ...position_registry import list_position_encodings
+from ...position_cope import GatedCoPEBias
+from ...position_plan import list_position_encodings
 from ..evaluation.figures import new_figure, save_figure, wrapped
 from ..evaluation.results import markdown_table
-from .common import attention_layers, watched
+from .layers import attention_layers, watched
 
 # The encodings with contextual positions.
 COUNTING = ("cope", "cope_alibi", "cope_mlp", "token_gated_cope")
@@ -210,8 +210,8 @@ def counted(
         positions = gates.cumsum(-1)
     else:
         opening = logits
-        if part.term is GatedCoPETerm:
-            tensors, (_, gate_scale, unrotated) = part.term_inputs(context, scaling)
+        if part.block_bias is GatedCoPEBias:
+            tensors, (_, gate_scale, unrotated) = part.bias_inputs(context, scaling)
             query = context.query if unrotated else query
             gate_key = tensors[1].float()
             gate_key = gate_key.repeat_interleave(query.shape[1] // gate_key.shape[1], dim=1)

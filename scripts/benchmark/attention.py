@@ -18,12 +18,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from whatwhere.attention_blockwise import Bias, blockwise_attention
+from whatwhere.attention_blockwise import biases_of, blockwise_attention
+from whatwhere.attention_triton import run_kernel
 from whatwhere.position_base import PositionContext
 from whatwhere.position_pope import pope_frequencies
 
-from ..kernel_cases import KERNELS, Call, case
-from .measure import CheckFailed, Refused, Shape, captured
+from .kernel_cases import KERNELS, Call, case
+from .measure import CheckFailed, Shape, Unsupported, captured
 from .references import checked_gradient, chosen_rows, in_parts, results_of
 
 BACKENDS = {
@@ -34,7 +35,7 @@ BACKENDS = {
 }
 DIRECTIONS = ("forward", "backward", "forward+backward", "decoding", "decoding graph")
 # Further encodings, by their kernels only.
-OTHERS = ("relative", "cope+alibi", "cope+relative", "cope_mlp", "cope_alibi", "stick_breaking", "token_gated_cope")
+OTHERS = ("relative", "cope+alibi", "cope+relative", "token_gated_cope")
 # Default providers; on a GPU those of `FIRST`, then those of `MORE`.
 HOST_PROVIDERS = ("rope-sdpa", "cope-half", "cope-closed", "cope-listing", "pope-sdpa", "fox", "alibi")
 FIRST = (
@@ -44,7 +45,6 @@ FIRST = (
 MORE = (
     *("pope-sdpa-unpadded-cudnn", "pope-sdpa-padded-cudnn", "pope-sdpa-padded-flash", "pope-sdpa-padded-efficient"),
     *("pope-sdpa-unpadded-flash", "pope-sdpa-unpadded-efficient", "cope-triton-open", "cope-triton-closed"),
-    *("cope-once-half", "cope-flex-half", "cope-chip-half"),
     *(f"{name}-triton" for name in OTHERS),
     *("cope-listing", "cope-half", "fox", "alibi", "rope-sdpa-math"),
 )
@@ -53,8 +53,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in KERNELS},
     "rope": ("plain", {}),
     "cope-half": ("cope", {}),
-    **{f"cope-{opening}": ("cope", {"opening": opening}) for opening in ("open", "closed")},
-    **{name: ("cope", {"encoding": name}) for name in ("cope+alibi", "cope+relative", "cope_mlp")},
+    **{f"cope-{gates}": ("cope", {"gate_values": gates}) for gates in ("open", "closed")},
+    **{name: ("cope", {"encoding": name}) for name in ("cope+alibi", "cope+relative")},
 }
 BASELINES = ("rope-sdpa", *(f"rope-sdpa-{backend}" for backend in BACKENDS))
 # Third-party providers, whose errors are not our failures.
@@ -233,14 +233,12 @@ class Workload:
     # Providers.
 
     def provider(self, name: str) -> Provider:
-        """Returns a provider; raises Refused if it does not support this device or is not installed."""
+        """Returns a provider; raises Unsupported if it does not support this device or is not installed."""
         if name.startswith("rope-"):
             return self._rope(name)
         if name.startswith("pope-"):
             return self._pope(name)
-        kind = name.removesuffix("-triton")
-        if kind.startswith("cope-"):
-            kind = "cope-half" if kind == "cope-listing" else f"cope-{kind.rpartition('-')[2]}"
+        kind = "cope-half" if name == "cope-listing" else name.replace("-triton", "")
         call = self.call(kind)
         if name == "cope-listing":
             rows = torch.arange(self.shape[2], device=self.device)
@@ -249,23 +247,14 @@ class Workload:
         if "triton" in name:
             self._check_triton()
             function = call.kernel
-        elif name.startswith(("cope-once", "cope-flex", "cope-chip")):
-            self._check_triton()
-            from .candidates import cope_decode_once, cope_flex, cope_on_chip
-
-            candidates: dict[str, Any] = {"flex": cope_flex, "chip": cope_on_chip, "once": cope_decode_once}
-            candidate = candidates[name.split("-")[1]]
-            function = functools.partial(candidate, scaling=self.scaling, position_scale=self.scaling)
-            if candidate is not cope_decode_once:
-                return Provider(kind, function)
         query, *others = call.inputs
         newest = query[:, :, -1:].detach().contiguous()
         decode = functools.partial(function, newest, *others)
-        return Provider(kind, call.kernel if name.startswith("cope-once") else function, decode)
+        return Provider(kind, function, decode)
 
     def _blockwise(self, call: Call, *inputs: torch.Tensor) -> torch.Tensor:
         encodings, context = call.layer(*inputs)
-        biases = [Bias(part.term, *part.term_inputs(context, self.scaling)) for part in encodings.hooks["bias"]]
+        biases = biases_of(encodings, context, self.scaling)
         return blockwise_attention(*inputs[:3], scaling=self.scaling, biases=biases)
 
     def _backend(self, name: str) -> Callable[[], contextlib.AbstractContextManager]:
@@ -308,8 +297,9 @@ class Workload:
         ) -> torch.Tensor:
             encodings["pope"].delta.weight = delta
             if name == "pope-triton":
-                return encodings.kernel(query, key, value, context, ranges=None, scaling=self.scaling, dropout=0.0)
-            query, key = encodings.after_cache(query, key, context)
+                options = {"ranges": None, "scaling": self.scaling, "dropout": 0.0}
+                return run_kernel(encodings, query, key, value, context, **options)
+            query, key = encodings["pope"].after_cache(query, key, context)
             width = value.shape[-1]
             if "unpadded" not in name:
                 value = F.pad(value, (0, key.shape[-1] - width))
@@ -318,15 +308,15 @@ class Workload:
             return out[..., :width]
 
         def function(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-            query, key = encodings.before_cache(query, key, of_all)
+            query, key = encodings["pope"].before_cache(query, key, of_all)
             return attend(query, key, value, delta, of_all)
 
         # The cache contains magnitudes; those of the new query and the new key must be computed.
         with torch.no_grad():
-            cached = encodings.before_cache(newest[0], key, of_all)[1]
+            cached = encodings["pope"].before_cache(newest[0], key, of_all)[1]
 
         def decode() -> torch.Tensor:
-            query, _ = encodings.before_cache(newest[0], newest[1], of_newest)
+            query, _ = encodings["pope"].before_cache(newest[0], newest[1], of_newest)
             return attend(query, cached, value, delta, of_newest)
 
         return Provider("pope", function, decode, self._backend(name))
@@ -336,7 +326,7 @@ class Workload:
         try:
             package = importlib.import_module("PoPE_pytorch")
         except ImportError as error:
-            raise Refused(f"not installed: {error}") from error
+            raise Unsupported(f"not installed: {error}") from error
         call = self.call("pope")
         part: Any = call.layer(*call.inputs)[0]["pope"]
         frequencies = pope_frequencies(self.shape[3], part.parameters_.theta, self.device)
@@ -354,9 +344,9 @@ class Workload:
         try:
             launch = importlib.import_module("whatwhere.kernel_launch")
         except ImportError as error:
-            raise Refused(f"not available: {error}") from error
+            raise Unsupported(f"not available: {error}") from error
         if self.device.type != "cuda" and not launch.INTERPRETED:
-            raise Refused("Triton kernels need a CUDA device (or, for tests, TRITON_INTERPRET=1)")
+            raise Unsupported("Triton kernels need a CUDA device (or, for tests, TRITON_INTERPRET=1)")
 
     # Timing.
 

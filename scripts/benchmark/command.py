@@ -27,11 +27,11 @@ from typing import Any
 
 import torch
 
-from ..commands.common import command_parser
-from ..kernel_tiles import measured
+from ..parsers import command_parser
 from .attention import BASELINES, DIRECTIONS, FIRST, FOREIGN, HOST_PROVIDERS, MORE, PROVIDERS, Workload, tiles_note
 from .data import benchmark_data
-from .measure import CheckFailed, DeviceTimer, HostTimer, Refused, Shape, device_is_lost, one_line, out_of_memory
+from .kernel_tiles import measured
+from .measure import CheckFailed, DeviceTimer, HostTimer, Shape, Unsupported, device_is_lost, one_line, out_of_memory
 from .models import MODELS, STOCK, Models, model_runs
 from .report import Report, Result, device_name, is_failure, missing, versions
 from .serving import benchmark_serving
@@ -81,7 +81,7 @@ class Benchmark:
         try:
             run()
             return
-        except Refused as refusal:
+        except Unsupported as refusal:
             result.status = f"{result.stage}refused: {one_line(refusal)}"
         except CheckFailed as error:
             result.status = f"{result.stage}check failed: {one_line(error)}"

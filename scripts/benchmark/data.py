@@ -22,12 +22,12 @@ VOCABULARY = 4096
 # Times the start of a run after imports, up to its first batch, and the steps that follow.
 RUN = """
 import json, sys, time
-from whatwhere.scripts.training.loop import Run
+from whatwhere.scripts.training.loop import TrainingRun
 from whatwhere.scripts.training.recipe import load_recipe
 
 recipe = load_recipe(sys.argv[1], json.loads(sys.argv[2]), train_file=[sys.argv[3]], validation_file=[sys.argv[4]])
 begun = time.monotonic()
-run = Run(recipe, sys.argv[5])
+run = TrainingRun(recipe, sys.argv[5])
 batches = run.batches()
 batch = next(batches)
 start, waited, worked = time.monotonic() - begun, 0.0, 0.0

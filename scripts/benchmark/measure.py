@@ -16,7 +16,7 @@ class CheckFailed(Exception):
     """The result of a provider differs from its reference."""
 
 
-class Refused(Exception):
+class Unsupported(Exception):
     """A provider does not support a configuration; the message gives the reason."""
 
 
@@ -105,7 +105,7 @@ class DeviceTimer:
 
 
 def captured(function: Callable[[], torch.Tensor]) -> tuple[Callable[[], Any], torch.Tensor]:
-    """Captures a function as a CUDA graph, to time it without launch overhead; raises Refused if that is impossible.
+    """Captures a function as a CUDA graph, to time it without launch overhead; raises Unsupported if it cannot.
 
     Returns the function that replays it, and the tensor with the result of each replay.
     """
@@ -120,7 +120,7 @@ def captured(function: Callable[[], torch.Tensor]) -> tuple[Callable[[], Any], t
             out = function()
     except RuntimeError as error:
         if "captur" in str(error):
-            raise Refused(f"cannot be captured: {one_line(error)}") from error
+            raise Unsupported(f"cannot be captured: {one_line(error)}") from error
         raise
     return graph.replay, out
 

@@ -15,7 +15,7 @@ import torch
 from whatwhere.attention_blockwise import MASKED, compute_dtype
 from whatwhere.attention_mask import dense_mask
 from whatwhere.position_base import PositionContext
-from whatwhere.position_registry import PositionEncodings
+from whatwhere.position_modules import PositionEncodings
 from whatwhere.position_stick_breaking import _without_own, break_stick
 
 
@@ -61,19 +61,20 @@ def attention(
         kept: what dropout multiplies the weights with, (B, H, N, K), or None.
     """
     seen = visible(query.shape[2], key.shape[2], rows, ranges=ranges)
-    query, key = encodings.after_cache(query, key, context)
+    for part in encodings.hooks["after_cache"]:
+        query, key = part.after_cache(query, key, context)
     query = query[:, :, rows]
     logits = _logits(query, key, scaling).masked_fill(~seen, MASKED)
     if "stick_breaking" in encodings:
         weights, _ = break_stick(logits.masked_fill(~_without_own(seen), MASKED))
     else:
-        part = dataclasses.replace(
+        of_rows = dataclasses.replace(
             context,
             query_positions=context.query_positions[:, rows],
             query=context.query[:, :, rows],
             _computed={"key_positions": context.key_positions},
         )
-        weights = torch.softmax(logits + encodings.bias(logits, query, part, scaling), -1) * seen
+        weights = torch.softmax(logits + encodings.bias(logits, query, of_rows, scaling), -1) * seen
     weights = weights if kept is None else weights * kept
     return weights.to(value.dtype) @ _heads(value, query.shape[1])
 

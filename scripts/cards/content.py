@@ -6,24 +6,19 @@ All numbers are from the configuration or a results file. The same files give th
 import functools
 import json
 import pathlib
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from ...model_card import card_head, card_tags, encoding_text, sign
-from ...position_registry import max_length
+from ...model_card import card_head, card_tags, encoding_rows, encoding_text, loading_code, plain, sign
+from ...position_plan import max_length
 from ..evaluation.data_description import describe_data, is_transfer, loss_unit, measured_text, text_of
 from ..evaluation.length_report import heading
 from ..evaluation.length_report import table as length_table
 
 TEMPLATE = pathlib.Path(__file__).with_name("templates") / "model.md"
-
-
-def plain(text: str) -> str:
-    """Returns text on one line with Markdown characters and tags such as `<unk>` escaped."""
-    return re.sub(r"[\\`*\[\]<|]|(?<!\w)_|_(?!\w)", r"\\\g<0>", " ".join(text.split()))
+HERE = "the id of this repository, or the path of this folder"
 
 
 def model_card(
@@ -33,6 +28,7 @@ def model_card(
     name: str,
     weights: str,
     place: str | None = None,
+    has_tokenizer: bool = False,
     is_adapter: bool = False,
     conversion: Mapping[str, Any] | None = None,
     compared: Sequence[Mapping[str, Any]] = (),
@@ -47,7 +43,8 @@ def model_card(
         conversion: of weights that were converted and not trained since: `source`, `new` (the number of new parameters)
             and `card_metadata`.
         compared: entries of other cards for the first length results, measured on the same text.
-        files: for the template: `has_tokenizer`, and the names of `figure` and `recipe_file`.
+        has_tokenizer: whether there is a tokenizer beside the weights.
+        files: for the template: the names of `figure` and `recipe_file`.
     """
     training = dict(results.get("results", {}))
     data = described(training["data"]) if training.get("data") else {}
@@ -79,7 +76,7 @@ def model_card(
         config=config,
         encoding=encoding_text(config.position_encoding),
         family="GPT-2" if "gpt2" in config.model_type else "Llama",
-        parameters=dict(_parameters(config)),
+        parameters=encoding_rows(config),
         headline=headline(training),
         training=training,
         metrics={metric: one for metric, one in training.get("metrics", {}).items() if metric != "test_sets"},
@@ -95,8 +92,14 @@ def model_card(
         origins={file: one for file, one in results.items() if "command" in one},
         auto=auto,
         quote=functools.partial(json.dumps, ensure_ascii=False),
-        path=place or name,
+        loading=loading_code(
+            config,
+            place or name,
+            comment="the output folder of the training command" if place else HERE,
+            has_tokenizer=has_tokenizer,
+        ),
         is_here=place is None,
+        has_tokenizer=has_tokenizer,
         is_adapter=is_adapter,
         conversion=conversion,
         **files,
@@ -207,16 +210,6 @@ def _datasets(data: Mapping[str, Any]) -> list[str]:
     """Returns the Hub ids of the training data; empty if they are not from the Hub."""
     train = data.get("described", {}).get("train", {}).get("dataset")
     return [train] if train and data.get("place") != "local files" else []
-
-
-def _parameters(config: Any) -> Iterator[tuple[str, Any]]:
-    for key, value in (config.position_encoding_parameters or {}).items():
-        if isinstance(value, dict):
-            yield from ((f"{key}.{inner}", one) for inner, one in value.items())
-        else:
-            yield key, value
-    for key, value in (getattr(config, "rope_parameters", None) or {}).items():
-        yield f"rope_parameters.{key}", value
 
 
 def _differences(training: Mapping[str, Any]) -> dict[str, str]:

@@ -1,9 +1,10 @@
 """Writes the card of a model folder from the results files in it."""
 
+import contextlib
 import os
 import pathlib
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,11 +12,13 @@ import transformers
 import yaml
 
 from ...model_card import weights_fingerprint
-from ..conversion import RECORD, card_metadata
+from ..conversion.folder import RECORD, card_metadata
 from ..evaluation.checkpoints import checked_loading
 from ..evaluation.data_description import curves_title, describe_data, loss_unit, text_of
 from ..evaluation.length_report import draw as draw_length
-from ..evaluation.results import read_json, read_results, write_text
+from ..evaluation.results import read_json, read_results
+from ..processes import is_first_process
+from ..writing import write_text
 from .content import model_card
 from .curves import curves_figure
 
@@ -67,6 +70,16 @@ def write_card(folder: str | pathlib.Path, *, name: str | None = None) -> pathli
     )
     write_text(path, str(card))
     return path
+
+
+@contextlib.contextmanager
+def card_of_run(folder: str | pathlib.Path) -> Iterator[None]:
+    """Writes the card of a run that is finished in this context, in the first process."""
+    results = pathlib.Path(folder) / "results.json"
+    was_finished = results.exists()
+    yield
+    if results.exists() and not was_finished and is_first_process():
+        write_card(folder)
 
 
 def _conversion(folder: pathlib.Path, config: Any) -> dict[str, Any] | None:

@@ -23,9 +23,10 @@ from ..evaluation.data_description import curves_title, describe_data, loss_unit
 from ..evaluation.figures import save_figure
 from ..evaluation.length_report import draw, heading, remove_numbered_figures
 from ..evaluation.length_report import table as length_table
-from ..evaluation.results import check_writable, markdown_table, read_json, result_files
+from ..evaluation.results import markdown_table, read_json, result_files
+from ..parsers import command_parser
 from ..training.recipe import IMMATERIAL
-from .common import command_parser
+from ..writing import check_writable
 
 FACTS = ("parameters", "steps", "tokens_trained", "samples_trained", "length", "seed", "device", "base_model")
 # Parts of a description of data that do not say which text is scored.
@@ -38,7 +39,7 @@ _TASK = ("loss", "task_parameters", "test_samples", "test_sets", "validation_sam
 _WORDS = {"train_sha256": "other training text", "tokens_sha256": "other evaluated text"}
 
 
-class Run(NamedTuple):
+class ModelResults(NamedTuple):
     """A folder: `results_of` it, those of training, its recipe, and what identifies its tokenizer."""
 
     name: str
@@ -50,7 +51,7 @@ class Run(NamedTuple):
     tokenizer: dict[str, Any]
 
 
-def read_run(folder: pathlib.Path, name: str, shared: Mapping[str, Mapping[str, Any]]) -> Run:
+def read_run(folder: pathlib.Path, name: str, shared: Mapping[str, Mapping[str, Any]]) -> ModelResults:
     """Reads a folder and, from the length results `shared`, the entries with its weights.
 
     Prints which files are left out because they are of other weights.
@@ -84,10 +85,10 @@ def read_run(folder: pathlib.Path, name: str, shared: Mapping[str, Mapping[str, 
         parts = json.dumps({**found["tokenizer.json"], "truncation": None, "padding": None}, sort_keys=True)
         about["sha256"] = hashlib.sha256(parts.encode()).hexdigest()
     encoding = encoding_text(config.get("position_encoding") or training.get("position_encoding") or "-")
-    return Run(name, weights, results, training, recipe, encoding, about)
+    return ModelResults(name, weights, results, training, recipe, encoding, about)
 
 
-def scores(run: Run, tokenizer: Any) -> Iterator[tuple[str, str, dict[str, Any]]]:
+def scores(run: ModelResults, tokenizer: Any) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Yields rows of the table: title, text, and how it was measured, if that matters; all but the lengths."""
     training, recipe, data = run.training, run.recipe, run.training.get("data", {})
     per = loss_unit(training)
@@ -135,7 +136,7 @@ def scores(run: Run, tokenizer: Any) -> Iterator[tuple[str, str, dict[str, Any]]
             yield f"{name}, {metric}", f"{score['value']:.4g}{error}{first}", how
 
 
-def tokenizers(runs: Sequence[Run]) -> list[dict[str, Any]]:
+def tokenizers(runs: Sequence[ModelResults]) -> list[dict[str, Any]]:
     """Returns what tells tokenizers of runs apart: the tokenizer itself if all have it, else what is known of it."""
     key = ("sha256",) if all("sha256" in run.tokenizer for run in runs) else ("name", "vocab_size", "trained_on")
     return [{part: run.tokenizer[part] for part in key} for run in runs]
@@ -168,7 +169,7 @@ def titles_of(rows: Sequence[str]) -> str:
     return ", ".join(", ".join([*starts, end]) for end, starts in by_end.items())
 
 
-def table(runs: Sequence[Run]) -> tuple[str, list[str]]:
+def table(runs: Sequence[ModelResults]) -> tuple[str, list[str]]:
     """Returns the table, one column for each run, and the reasons for its marks."""
     columns = []
     for run, tokenizer in zip(runs, tokenizers(runs)):
@@ -188,7 +189,7 @@ def table(runs: Sequence[Run]) -> tuple[str, list[str]]:
     return markdown_table(rows, aligned=True), [f"{titles_of(titles)} {text}" for text, titles in reasons.items()]
 
 
-def lengths(runs: Sequence[Run]) -> tuple[dict[str, tuple[str, list[dict[str, Any]]]], list[str]]:
+def lengths(runs: Sequence[ModelResults]) -> tuple[dict[str, tuple[str, list[dict[str, Any]]]], list[str]]:
     """Returns results by length: by file name the title and the entries, all on the same tokens; and warnings."""
     groups: dict[str, dict[str, list[Any]]] = {}
     for run, tokenizer in zip(runs, tokenizers(runs)):

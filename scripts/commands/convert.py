@@ -1,20 +1,11 @@
-"""`whatwhere convert`: see `conversion.py`."""
+"""`whatwhere convert`: see `conversion/folder.py`."""
 
 import argparse
-import os
 import pathlib
 import re
 
-from huggingface_hub import ModelCard
-from transformers import AutoConfig
-
-from ...model_card import weights_fingerprint
-from ...position_registry import check_name
-from ..conversion import RECORD, card_metadata, convert_checkpoint, fit_tokenizer
-from ..data.tokenize import load_tokenizer, why_not_loaded
-from ..evaluation.checkpoints import check_vocabulary, checked_loading
-from ..evaluation.results import check_writable, write_json
-from .common import command_parser, json_value, name_or_list
+from ..conversion.folder import convert_folder
+from ..parsers import command_parser, json_value, name_or_list
 
 DESCRIPTION = """Give a pretrained model another position encoding: Llama, Qwen2, Qwen3, GPT-2, or one of ours.
 
@@ -43,34 +34,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> None:
     options = parser().parse_args(arguments)
-    if options.output.exists() and (not options.output.is_dir() or any(options.output.iterdir())):
-        raise ValueError(f"output={str(options.output)!r} is not valid: it must be an empty or new folder.")
-    check_writable(options.output)
-    # Before a large source is loaded.
-    names = options.position_encoding
-    for name in names if isinstance(names, list) else [names]:
-        check_name(name)
-    with checked_loading(options.source):
-        AutoConfig.from_pretrained(options.source)
-    try:
-        tokenizer = load_tokenizer(options.source)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"checkpoint={options.source!r} is not valid: {why_not_loaded(options.source, error)}."
-        ) from error
-    model, new, dropped = convert_checkpoint(
-        options.source, options.position_encoding, options.position_encoding_parameters, options.rope_parameters
-    )
-    check_vocabulary(options.source, tokenizer, model.config)
-    if options.rope_parameters is not None:
-        fit_tokenizer(tokenizer, model)
-    model.save_pretrained(options.output)
-    tokenizer.save_pretrained(options.output)
-    _complete_metadata(options.output, options.source)
-    local = weights_fingerprint(pathlib.Path(options.source)) if os.path.isdir(options.source) else None
-    source = pathlib.Path(options.source).resolve().name if local else options.source
-    record = {"source": source, "source_weights_sha256": local, "new_parameters": new, "dropped_parameters": dropped}
-    write_json(options.output / RECORD, record)
+    encoding = options.position_encoding, options.position_encoding_parameters, options.rope_parameters
+    model, new, dropped = convert_folder(options.source, options.output, *encoding)
     count = sum(parameter.numel() for name, parameter in model.named_parameters() if name in new)
     print(f"{options.output}: {model.num_parameters():,} parameters, of which {count:,} are new.")
     for title, names in (("new", new), ("not used", dropped)):
@@ -78,15 +43,3 @@ def main(arguments: list[str] | None = None) -> None:
         for name in dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names):
             print(f"  {title}: {name}")
     print(f"Next: whatwhere finetune {options.output} --train-file FILES --output RUN")
-
-
-def _complete_metadata(folder: pathlib.Path, source: str) -> None:
-    """Adds the source to the model card in a folder, and its licence if the source's card states one."""
-    card = ModelCard.load(folder / "README.md")
-    known = card_metadata(source)
-    # The Hub takes ids only; the source of a folder is known if it was made from one.
-    if not os.path.isdir(source):
-        known["base_model"] = source
-    for key, value in known.items():
-        card.data[key] = value
-    card.save(folder / "README.md")

@@ -21,9 +21,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from ...model_card import weights_fingerprint
-from ..evaluation.results import check_writable, lm_eval_tasks, provenance, write_json
-from ..training.errors import TrainingError
-from .common import command_parser
+from ..errors import TrainingError
+from ..evaluation.results import lm_eval_tasks, provenance
+from ..parsers import command_parser
+from ..writing import check_writable, write_json
 
 ENCODINGS = ("rope", "pope", "cope")
 # The checkpoint that is evaluated with lm-eval and loaded without the package.

@@ -6,19 +6,12 @@ from pathlib import Path
 
 from whatwhere.model_card import encoding_text
 
+from ..cards.folder import card_of_run
 from ..checks import parse
-from ..training.finetune import Finetuning, Settings, finetune
+from ..parsers import command_parser, json_value, name_or_list
+from ..training.finetune import FinetuneSettings, Finetuning, finetune
 from ..training.run_folder import RunFolder
-from .common import (
-    add_resume,
-    check_data_dir,
-    command_parser,
-    continued,
-    ending,
-    is_resumed,
-    json_value,
-    name_or_list,
-)
+from .run_options import add_resume, check_data_dir, continued, ending, is_resumed
 
 DESCRIPTION = """Fine-tune a model of ours, or a stock GPT-2, Llama, Qwen2 or Qwen3: CHECKPOINT is a folder or a Hub id.
 
@@ -28,14 +21,14 @@ After Ctrl-C, SIGTERM or SIGUSR1, which write a checkpoint: whatwhere finetune -
 
 
 def parser() -> argparse.ArgumentParser:
-    """Returns the parser of the command line; options that are not given get the defaults of `Settings`."""
+    """Returns the parser of the command line; options that are not given get the defaults of `FinetuneSettings`."""
     result = command_parser(
         "finetune", "CHECKPOINT --output DIR [OPTIONS]", DESCRIPTION, argument_default=argparse.SUPPRESS
     )
     result.add_argument("--output", required=True, metavar="DIR", help="the folder of the run")
     add_resume(result)
     result.add_argument("--data-dir", default=None, metavar="DIR", help="local data; default $WHATWHERE_DATA_DIR")
-    for name, field in Settings.model_fields.items():
+    for name, field in FinetuneSettings.model_fields.items():
         option, text = "--" + name.replace("_", "-"), field.description
         # The type itself, or the first of a union with None.
         kind = (*typing.get_args(field.annotation), field.annotation)[0]
@@ -56,24 +49,26 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
-def settings_of(options: argparse.Namespace) -> Settings:
+def settings_of(options: argparse.Namespace) -> FinetuneSettings:
     """Returns the settings of a run; raises ValueError with all problems. Without CHECKPOINT, they continue a run."""
     others = ("output", "resume", "resume_from", "data_dir")
     values = {key: value for key, value in vars(options).items() if key not in others}
     if "checkpoint" not in values:
         if not is_resumed(options):
             raise ValueError("no CHECKPOINT is given: name a folder or a Hub id.")
-        values = {**RunFolder(Path(options.output), Finetuning.record).settings(), **values}
+        saved = RunFolder(Path(options.output), Finetuning.record).settings()
+        # Of earlier versions; a run with `distill_from` is refused as one with other settings.
+        values = {**{key: saved[key] for key in saved if key not in ("distill", "distill_from")}, **values}
     found = [source for name, source in (("mixture", "mixture"), ("train_file", "local")) if values.get(name)]
     values.setdefault("data", (*found, "stdlib")[0])
-    return parse(Settings, values)
+    return parse(FinetuneSettings, values)
 
 
 def main(arguments: list[str] | None = None) -> None:
     options = parser().parse_args(arguments)
     settings = settings_of(options)
     check_data_dir(options.data_dir, settings.text(options.data_dir).texts())
-    with continued(options.output, Finetuning.record, options.data_dir):
+    with card_of_run(options.output), continued(options.output, Finetuning.record, options.data_dir):
         results = finetune(
             settings,
             options.output,

@@ -14,7 +14,7 @@ import re
 
 import whatwhere
 
-from .common import command_parser
+from ..parsers import command_parser
 
 NAME = "whatwhere-attention"
 PYTHON_NAME = NAME.replace("-", "_")
@@ -22,11 +22,9 @@ PYTHON_NAME = NAME.replace("-", "_")
 VERSION = 0
 LICENSE = "Apache-2.0"
 FUNCTIONS = {
-    "cope_alibi_attention": "kernel_scan",
     "cope_attention": "kernel_cope",
-    "plain_attention": "kernel_plain",
+    "plain_attention": "kernel_bias",
     "pope_attention": "kernel_pope",
-    "stick_attention": "kernel_scan",
 }
 BACKENDS = ("cuda", "rocm")
 # On a CPU, Triton's interpreter runs the kernels: for tests.
@@ -68,10 +66,8 @@ license: {license_id}
 Causal attention in Triton: forward, backward and decoding, in memory linear in the length.
 
 - `cope_attention`: contextual positions (CoPE, [2405.18719](https://arxiv.org/abs/2405.18719))
-- `cope_alibi_attention`: CoPE's count as a bias (CoPE_ALiBi, the same paper)
 - `pope_attention`: polar coordinate positions (PoPE, [2509.10534](https://arxiv.org/abs/2509.10534))
 - `plain_attention`: softmax attention, optionally with a decay (ALiBi, FoX) or relative positions
-- `stick_attention`: stick-breaking attention ([2410.17980](https://arxiv.org/abs/2410.17980))
 
 ```python
 import torch
@@ -92,7 +88,7 @@ Tested in Triton's interpreter, and compiled for GPUs, but not yet run on one.
 Licence: [{license}](https://www.apache.org/licenses/LICENSE-2.0).
 """
 
-INIT = '''"""CoPE, PoPE, stick-breaking and plain causal attention in Triton."""
+INIT = '''"""CoPE, PoPE and plain causal attention in Triton."""
 
 {imports}
 

@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 from typing import Any
 
-from .common import command_parser
+from ..parsers import command_parser
 
 DESCRIPTION = """Print what a recipe needs: parameters, memory of a device, FLOPs and time. Loads no text or weights.
 

@@ -4,7 +4,8 @@ import argparse
 import shlex
 import time
 
-from .common import add_recipe, command_parser, recipe_of
+from ..parsers import command_parser
+from .run_options import add_recipe, recipe_of
 
 DESCRIPTION = """Tokenise the text of a recipe, by parallel processes, into files that training reads as memory maps.
 

@@ -1,15 +1,16 @@
 """`whatwhere reproduce`: makes a table of the papers or of ours; see `reproduction/runs.py` and `report.py` there."""
 
 import argparse
-import os
 import pathlib
 
-from ..evaluation.results import check_writable, provenance
+from ..evaluation.results import provenance
+from ..parsers import command_parser
+from ..processes import is_first_process
 from ..reproduction import measures, report, runs
-from ..reproduction.runs import Run
+from ..reproduction.runs import PlannedRun
 from ..reproduction.tables import TABLES, Table
 from ..training.plan import describe_seconds, estimate_seconds
-from .common import command_parser
+from ..writing import check_writable
 
 DESCRIPTION = f"""Train the models of a table, and compare our results with the paper's, or the table's systems.
 
@@ -48,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
-def estimate(planned: dict[tuple[str, str], list[Run]]) -> str:
+def estimate(planned: dict[tuple[str, str], list[PlannedRun]]) -> str:
     """Returns a message with the estimated time of the unfinished runs."""
     missing = [run for run in runs.unique(planned) if run.state() != "done"]
     if not missing:
@@ -63,7 +64,7 @@ def estimate(planned: dict[tuple[str, str], list[Run]]) -> str:
     return f"Time on this machine, in one process: {'; '.join(parts)}."
 
 
-def listing(planned: dict[tuple[str, str], list[Run]], left_out: dict[str, str]) -> str:
+def listing(planned: dict[tuple[str, str], list[PlannedRun]], left_out: dict[str, str]) -> str:
     """Lists every run with its state and command, the cells, and the columns that are left out."""
     states, lines = {}, ["Runs:"]
     for run in runs.unique(planned):
@@ -82,12 +83,12 @@ def main(arguments: list[str] | None = None) -> None:
     """Runs the command line."""
     options = parser().parse_args(arguments)
     # All processes of torchrun or accelerate launch train, and the first prints.
-    is_first = int(os.environ.get("RANK", "0")) == 0
+    is_first = is_first_process()
     if options.table == "conversion":
         # Needs peft.
-        from ..reproduction import conversion
+        from ..reproduction import conversion_table
 
-        conversion.main(options, arguments)
+        conversion_table.main(options, arguments)
         return
     table = TABLES[options.table]
     chosen = {"small": options.small, "seeds": options.seeds, "rows": options.rows, "sets": options.set}
@@ -116,12 +117,14 @@ def main(arguments: list[str] | None = None) -> None:
         written = [report.write(found, text, options.output / f"{name}.md", f"{name}.json")]
         if options.cards:
             readme = options.cards / name / "README.md"
-            written.append(report.write(found, report.card(found), readme, "results.json"))
+            written.append(report.write(found, report.markdown(found, card=True), readme, "results.json"))
         print(text)
         print(f"Written: {', '.join(map(str, written))}")
 
 
-def train_all(table: Table, planned: dict[tuple[str, str], list[Run]], data_dir: str | None, is_first: bool) -> None:
+def train_all(
+    table: Table, planned: dict[tuple[str, str], list[PlannedRun]], data_dir: str | None, is_first: bool
+) -> None:
     """Trains all runs that are not done, and measures each at the lengths of the table."""
     wanted = runs.unique(planned)
     for number, run in enumerate(wanted, 1):

@@ -4,9 +4,12 @@ import argparse
 import os
 from pathlib import Path
 
+from transformers import AutoConfig
+
 from whatwhere.model_card import encoding_text
 
-from .common import add_recipe, add_resume, command_parser, continued, ending, is_resumed, recipe_of
+from ..parsers import command_parser
+from .run_options import add_recipe, add_resume, continued, ending, is_resumed, recipe_of
 
 DESCRIPTION = """Train a model from a recipe, evaluate it, and save it with its tokenizer, results and card.
 
@@ -35,23 +38,23 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> None:
     options = parser().parse_args(arguments)
-    from ..training.loop import Run, train
-    from ..training.model import build_config
+    from ..cards.folder import card_of_run
+    from ..training.loop import TrainingRun, train
     from ..training.run_folder import RunFolder
 
     if options.recipe is None and is_resumed(options):
         if options.output is None:
             raise ValueError("no --output is given: name the folder of the run to resume.")
-        folder = RunFolder(Path(options.output), Run.record)
+        folder = RunFolder(Path(options.output), TrainingRun.record)
         folder.settings()
         options.recipe = folder.path / folder.record
     recipe = recipe_of(options)
     output = options.output or os.path.join("runs", recipe.name)
     resume = {"resume": options.resume, "resume_from": options.resume_from}
-    with continued(output, Run.record, options.data_dir):
+    with card_of_run(output), continued(output, TrainingRun.record, options.data_dir):
         results = train(recipe, output, **resume, data_dir=options.data_dir, arguments=arguments)
     if results:
-        trained = encoding_text(build_config(recipe).position_encoding)
+        trained = encoding_text(AutoConfig.from_pretrained(output).position_encoding)
         if best := results.get("kept"):
             trained += f", the model of step {best['step']:,}"
         is_task = "task" in results["data"]

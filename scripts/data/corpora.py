@@ -17,9 +17,10 @@ import yaml
 from whatwhere.position_base import suggest
 
 from .files import find_all, read_found
+from .folder import DATA_DIR_VARIABLE, data_folder
 from .genome import read_genome, read_sequence
 from .music import read_chorales, read_performances
-from .rows import DATA_DIR_VARIABLE, SPLITS, check_text, choose, data_folder, on_disk, read_hub
+from .rows import SPLITS, check_text, choose, on_disk, read_hub
 
 _CHOICE = re.compile(r"^(?P<corpus>\w+):(?P<split>\w+)(?P<slice>\[\d*:\d*\])?$")
 

@@ -16,7 +16,7 @@ import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import datasets
 import numpy as np
@@ -27,9 +27,9 @@ from datasets.data_files import resolve_pattern
 
 import whatwhere
 
-from ..checks import Refused
+from ..errors import Refused
 from .rows import NO_TEXT, check_text, texts_of
-from .tokenize import text_of
+from .tokenize import PIECE, cut, text_of
 
 OWN_TEXT = (
     "Example: --train-file mytext/*.txt [--validation-file held_out.txt], or in a recipe data: {train_file: "
@@ -38,8 +38,6 @@ OWN_TEXT = (
 # File endings, and the format.
 _KINDS = {".txt": "text", ".raw": "text", ".jsonl": "json", ".json": "json"}
 _KINDS |= {f"{ending}.gz": kind for ending, kind in _KINDS.items()} | {".parquet": "parquet"}
-# Maximum number of characters in a piece of a text file.
-_PIECE = 1 << 16
 # Share of the training text that is held out if there are no validation files. With fewer than _FEW documents, the end
 # of each document is held out; otherwise whole documents.
 _HELD_OUT = 0.05
@@ -253,32 +251,35 @@ def read_text(file: str) -> Iterator[str]:
     Words do not cross pieces, so a byte-level BPE trained on the pieces equals one trained on the whole text.
     """
     # A gzipped file gets more pieces, because its size is that of the compressed text.
-    size = min(_PIECE, os.path.getsize(file) // _PIECES + 1)
-    piece, rest = "", ""
+    size = min(PIECE, os.path.getsize(file) // _PIECES + 1)
+
+    def parts(text: TextIO) -> Iterator[str]:
+        while more := text.read(size):
+            if "\0" in more:
+                raise ValueError("it contains NUL characters.")
+            yield more
+
+    def place(rest: str) -> int | None:
+        places = [place.start() for place in _WHITE_SPACE.finditer(rest)]
+        return places[-1] if places else len(rest) if len(rest) >= 4 * size else None
+
+    before = ""
     try:
         with (
             gzip.open(file, "rt", encoding="utf-8-sig")
             if file.endswith(".gz")
             else open(file, encoding="utf-8-sig") as text
         ):
-            while more := text.read(size):
-                if "\0" in more:
-                    raise ValueError("it contains NUL characters.")
-                rest += more
-                places = [place.start() for place in _WHITE_SPACE.finditer(rest)]
-                cut = places[-1] if places else len(rest) if len(rest) >= 4 * size else 0
-                if not cut:
-                    continue
-                if piece:
-                    yield piece
-                piece, rest = rest[:cut], rest[cut:]
+            for piece, last in cut(parts(text), place):
+                # A short remainder is joined to the piece before.
+                if last and len(piece) <= size // 2:
+                    before, piece = "", before + piece
+                if before:
+                    yield before
+                before = piece
     except _UNREADABLE as error:
         raise ValueError(f"file {file!r} cannot be read as UTF-8 text: {error}") from error
-    # A short remainder is joined to the last piece.
-    if piece and len(rest) > size // 2:
-        yield piece
-        piece = ""
-    yield piece + rest
+    yield before
 
 
 def hold_out(rows: datasets.Dataset, what: str) -> tuple[datasets.Dataset, datasets.Dataset]:

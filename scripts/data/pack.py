@@ -129,10 +129,6 @@ class ShuffledBatches:
         options["collate_fn"] = functools.partial(self, share=share)
         return iter(DataLoader(dataset, batch_size=None, num_workers=workers, **options))
 
-    def visited(self, steps: int) -> np.ndarray:
-        """Returns the sorted indices of the blocks of the first steps, each once."""
-        return np.unique([self._index(place) for place in range(steps * self.batch_size)])
-
     def _index(self, place: int) -> int:
         if self.seed is None:
             return place

@@ -39,6 +39,7 @@ from tokenizers import Tokenizer
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from ..writing import replacing, write_json
 from .pack import batch_of
 from .rows import texts_of
 from .tokenize import byte_level, measure_pieces, single_threaded, tokenize_pieces, train_bpe
@@ -97,7 +98,7 @@ def _write_shard(shard: int) -> tuple[int, int]:
     changed: set[int] = set()
     files = {kind: _file(folder, kind, shard) for kind in ("tokens", "ends", *(["bytes"] if measure else []))}
     with contextlib.ExitStack() as stack:
-        drafts = {kind: stack.enter_context(_draft_of(file)) for kind, file in files.items()}
+        drafts = {kind: stack.enter_context(replacing(file)) for kind, file in files.items()}
         written = {kind: stack.enter_context(draft.open("wb")) for kind, draft in drafts.items()}
         pieces: Iterator[Any] = measure_pieces(tokenizer, rows) if measure else tokenize_pieces(tokenizer, rows)
         for ids, last, *measured in pieces:
@@ -112,7 +113,7 @@ def _write_shard(shard: int) -> tuple[int, int]:
         written["ends"].write(np.array(ends, dtype=np.int64).tobytes())
     stamps = {kind: _stamp(file) | {"sha256": file_sha256(file)} for kind, file in files.items()}
     counts = {"tokens": total, "documents": len(ends), "changed": len(changed)}
-    _write_json(_file(folder, "shard", shard), {**counts, "files": stamps})
+    write_json(_file(folder, "shard", shard), {**counts, "files": stamps})
     return total, len(ends)
 
 
@@ -152,7 +153,7 @@ def prepare(
             finally:
                 _work.clear()
             about = {"format": FORMAT, "shards": len(bounds) - 1, "dtype": dtype, "name": name}
-            _write_json(folder / "prepared.json", about)
+            write_json(folder / "prepared.json", about)
     return PreparedText(folder)
 
 
@@ -198,7 +199,7 @@ def prepare_tokenizer(texts: Sequence[datasets.Dataset], vocab_size: int) -> Pre
     with FileLock(f"{file}.lock"):
         if not file.exists():
             tokenizer = train_bpe(vocab_size, itertools.chain.from_iterable(map(texts_of, texts)))
-            with _draft_of(file) as draft:
+            with replacing(file) as draft:
                 tokenizer.backend_tokenizer.save(str(draft))
         return byte_level(Tokenizer.from_file(str(file)))
 
@@ -384,19 +385,3 @@ def file_sha256(path: Path) -> str:
         while piece := file.read(1 << 20):
             digest.update(piece)
     return digest.hexdigest()
-
-
-@contextlib.contextmanager
-def _draft_of(file: Path) -> Iterator[Path]:
-    """A draft, which becomes the file at the end, or is removed after an error."""
-    draft = file.with_suffix(f".{os.getpid()}.draft")
-    try:
-        yield draft
-        draft.replace(file)
-    finally:
-        draft.unlink(missing_ok=True)
-
-
-def _write_json(file: Path, content: Mapping[str, Any]) -> None:
-    with _draft_of(file) as draft:
-        draft.write_text(json.dumps(content) + "\n", encoding="utf-8")

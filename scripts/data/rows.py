@@ -2,7 +2,6 @@
 
 import hashlib
 import itertools
-import os
 import pickle
 import re
 import uuid
@@ -16,22 +15,13 @@ import pyarrow.compute as pc
 from datasets.arrow_writer import ArrowWriter
 from datasets.table import MemoryMappedTable
 
-from ..checks import Refused
+from ..errors import Refused
+from ..writing import draft_of
 from .tokenize import text_of
 
 SPLITS = ("train", "validation", "test")
-DATA_DIR_VARIABLE = "WHATWHERE_DATA_DIR"
 R = TypeVar("R")
 NO_TEXT = "it has no text, and so no tokens. Choose another text."
-
-
-def data_folder(data_dir: str | os.PathLike[str] | None) -> Path | None:
-    """Returns the folder of local data, by default WHATWHERE_DATA_DIR; None if neither is set."""
-    data_dir = data_dir or os.environ.get(DATA_DIR_VARIABLE)
-    root = Path(data_dir).expanduser() if data_dir else None
-    if root is not None and not root.is_dir():
-        raise ValueError(f"data_dir={str(data_dir)!r} is not valid: it must be an existing folder.")
-    return root
 
 
 def read_hub(
@@ -71,9 +61,9 @@ def on_disk(texts: Iterable[str]) -> datasets.Dataset:
     """
     folder = Path(datasets.config.HF_DATASETS_CACHE) / "whatwhere"
     folder.mkdir(parents=True, exist_ok=True)
-    digest, draft = hashlib.sha256(), folder / f"{uuid.uuid4().hex}.draft"
+    digest = hashlib.sha256()
     features = datasets.Features({"text": datasets.Value("large_string")})
-    try:
+    with draft_of(folder / uuid.uuid4().hex) as draft:
         # Few at a time: they may be books.
         with ArrowWriter(path=str(draft), features=features, writer_batch_size=64) as writer:
             for text in texts:
@@ -82,8 +72,6 @@ def on_disk(texts: Iterable[str]) -> datasets.Dataset:
                 writer.write({"text": text})
             writer.finalize()
         file = draft.replace(folder / f"{digest.hexdigest()}.arrow")
-    finally:
-        draft.unlink(missing_ok=True)
     return datasets.Dataset(MemoryMappedTable.from_file(str(file)), fingerprint=digest.hexdigest()[:16])
 
 

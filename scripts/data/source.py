@@ -23,7 +23,8 @@ import pydantic
 from ..checks import Checked, Positive, parse
 from .corpora import load_corpus, parse_choice
 from .files import OWN_TEXT, find_all, hold_out, kind_of_all, read_found
-from .rows import DATA_DIR_VARIABLE, SPLITS, check_text, data_folder, read_hub
+from .folder import DATA_DIR_VARIABLE, data_folder
+from .rows import SPLITS, check_text, read_hub
 from .tokenize import text_of as text_of
 
 # Left out of `stdlib`: third-party packages; tests (long and repetitive); generated files that are not code

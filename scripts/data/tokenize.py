@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,9 @@ PADDING = "<|padding|>"
 # bytes, so there are no bits per byte.
 WORD_TOKENIZERS = ("jsb", "remi", "6mer")
 
-# Characters in a piece of a long document, and in a batch of pieces.
-_PIECE = 1 << 16
-_BATCH = 2 * _PIECE
+# Characters in a piece of a long document (at most, for text files), and in a batch of pieces.
+PIECE = 1 << 16
+_BATCH = 2 * PIECE
 # Characters on each side of a cut that are tokenised to check it.
 _CONTEXT = 200
 
@@ -76,6 +76,20 @@ def text_of(row: Mapping[str, Any]) -> str:
         shown = shown if len(shown) <= 40 else f"{shown[:40]}..."
         raise ValueError(f"a document has text={shown}; it must be a string.")
     return text
+
+
+def cut(parts: Iterable[str], place: Callable[[str], int | None]) -> Iterator[tuple[str, bool]]:
+    """Yields the joined parts in other pieces, and whether a piece is the last.
+
+    `place` returns where a piece may end in the text that is read, or None.
+    """
+    rest = ""
+    for part in parts:
+        rest += part
+        if stop := place(rest):
+            yield rest[:stop], False
+            rest = rest[stop:]
+    yield rest, True
 
 
 def tokenize_documents(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> Iterator[list[int]]:
@@ -211,21 +225,17 @@ def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], offsets: bool 
 def _pieces(tokenizer: PreTrainedTokenizerBase, rows: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, bool]]:
     """Yields the text of rows in pieces (see `tokenize_pieces`), and whether a piece ends a document."""
     cuttable = _may_be_cut(tokenizer)
-    # The rest of the current document.
-    rest, document, started = "", None, False
-    for row in rows:
-        text, number = text_of(row), row.get("document")
-        if started and (number is None or number != document):
-            yield rest, True
-            rest = ""
-        started, document = True, number
-        for start in range(0, len(text), _PIECE):
-            rest += text[start : start + _PIECE]
-            if cuttable and len(rest) >= _PIECE + _CONTEXT and (cut := _place_to_cut(tokenizer, rest)):
-                yield rest[:cut], False
-                rest = rest[cut:]
-    if started:
-        yield rest, True
+
+    def place(text: str) -> int | None:
+        return _place_to_cut(tokenizer, text) if cuttable and len(text) >= PIECE + _CONTEXT else None
+
+    def document(row: Mapping[str, Any]) -> Any:
+        number = row.get("document")
+        return object() if number is None else number
+
+    for _, group in itertools.groupby(rows, document):
+        texts = map(text_of, group)
+        yield from cut((text[start : start + PIECE] for text in texts for start in range(0, len(text), PIECE)), place)
 
 
 def _may_be_cut(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -242,7 +252,7 @@ def _place_to_cut(tokenizer: PreTrainedTokenizerBase, text: str) -> int | None:
     stop = len(text) - _CONTEXT
     places = (
         place
-        for place in range(stop - 1, max(0, stop - _PIECE), -1)
+        for place in range(stop - 1, max(0, stop - PIECE), -1)
         if text[place].isspace() and text[place - 1].isalnum()
     )
     for place in itertools.islice(places, 8):

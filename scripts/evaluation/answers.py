@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from ..data.pack import IGNORED
-from ..data.samples import TaskSamples
-from .processes import ALONE, Processes
+from ..processes import ALONE, Processes
+from ..toy_tasks.samples import TaskSamples
 
 
 def count_errors(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

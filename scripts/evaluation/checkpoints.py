@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import dataclasses
 import functools
-import importlib
 import os
 import pathlib
 import shlex
@@ -17,7 +16,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from ...model_card import weights_fingerprint
-from .processes import ALONE, Processes, join
+from ..processes import ALONE, Processes, join
 from .results import read_json
 
 # lm-eval's max_length (tokens) for models without a limit: longer than any question.
@@ -123,9 +122,8 @@ class Loading:
             model: Any = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, **options)
             return model.to(self.device).eval()
 
-    def tokenizer(self, checkpoint: str) -> Any:
+    def tokenizer(self, checkpoint: str, config: Any) -> Any:
         """Returns a checkpoint's tokenizer; raises ValueError if its text can have tokens that the model has not."""
-        config = self.config(checkpoint)
         with checked_loading(checkpoint):
             tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=self.trust_remote_code)
         check_vocabulary(checkpoint, tokenizer, config)
@@ -166,9 +164,7 @@ def longest_length(model: nn.Module) -> int | None:
     """Returns the longest sequence that a model supports, or None if its position encoding sets no limit."""
     config: Any = model.config
     if hasattr(config, "position_encoding"):
-        # The registry in the same package as the model's class: ours, or the checkpoint's remote code.
-        siblings = type(model).__module__.rpartition(".")[0]
-        return importlib.import_module(f"{siblings}.position_registry").max_length(config)
+        return model.base_model.shared_encodings.max_length  # type: ignore[union-attr,return-value]
     # A stock model is limited by its table of position embeddings, if it has one.
     for name, module in model.named_modules():
         leaf = name.rpartition(".")[2]

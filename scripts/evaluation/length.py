@@ -26,7 +26,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ..checks import differences
-from ..commands.common import add_own_text, command_parser
+from ..parsers import add_own_text, command_parser
+from ..processes import ALONE, Processes
+from ..writing import check_writable, write_json
 from . import variants
 from .checkpoints import (
     Loading,
@@ -41,8 +43,7 @@ from .checkpoints import (
 )
 from .data_description import UNNAMED, measured_text, text_of
 from .length_report import METRICS, comparable, draw, heading, label, remove_numbered_figures, scored_bytes, table
-from .processes import ALONE, Processes
-from .results import check_writable, provenance, read_json, write_json
+from .results import provenance, read_json
 from .schema import Cell
 from .text import given_text, held_out_text, warnings
 from .windows import common_tokens, fillable, measure_windows, parse_windows
@@ -127,6 +128,7 @@ class Curve(NamedTuple):
     checkpoint: str
     name: str
     trained_length: int
+    config: Any
     variant: str | None = None
 
 
@@ -138,12 +140,12 @@ def curves_of(
     for checkpoint, title in zip(checkpoints, names_of(checkpoints)):
         config = loading.config(checkpoint)
         trained = trained_length or trained_length_of(checkpoint, config)
-        curves.append(Curve(checkpoint, title, trained))
+        curves.append(Curve(checkpoint, title, trained, config))
         for variant in names:
             if variants.changes(variant, config, trained_length=trained, length=2 * trained) is None:
                 _report(f"{title}: {variant} does not apply.")
             else:
-                curves.append(Curve(checkpoint, title, trained, variant))
+                curves.append(Curve(checkpoint, title, trained, config, variant))
     for variant in set(names) - {curve.variant for curve in curves}:
         raise ValueError(f"variants={variant!r} is not valid: it applies to none of the checkpoints.")
     return curves
@@ -223,11 +225,12 @@ def compare(
     from ..data.tokenize import about_changes, token_unit
 
     # Raises errors before the first model is loaded.
-    wanted = {curve: parse_windows(lengths, curve.trained_length) for curve in curves}
-    every = sorted({length for each in wanted.values() for length in each})
+    wanted = [parse_windows(lengths, curve.trained_length) for curve in curves]
+    every = sorted({length for each in wanted for length in each})
     tokenised: dict[str, Tokens] = {}
-    for curve in curves:
-        tokenizer = loading.tokenizer(curve.checkpoint)
+    for curve, windows in zip(curves, wanted):
+        config = curve.config
+        tokenizer = loading.tokenizer(curve.checkpoint, config)
         # Compared checkpoints often share a tokenizer: tokenise once.
         backend = getattr(tokenizer, "backend_tokenizer", None)
         key = curve.checkpoint if backend is None else f"{tokenizer.eos_token_id} {backend.to_str()}"
@@ -237,13 +240,12 @@ def compare(
         parts, results.data["documents"] = text.ids, text.documents
         if text.changed:
             _report(f"{curve.name}: {about_changes(text.changed, text.documents)}.")
-        filled, skipped = fillable(parts, wanted[curve])
+        filled, skipped = fillable(parts, windows)
         if skipped:
             _report(
                 f"{curve.name}: windows of {', '.join(map(str, skipped))} tokens are skipped, because the longest of "
                 f"{len(parts)} texts has {max(map(len, parts)) - 1} tokens to score."
             )
-        config = loading.config(curve.checkpoint)
         entry = results.entry(
             {
                 "name": curve.name,
@@ -270,7 +272,8 @@ def compare(
             options = {"trained_length": curve.trained_length, "length": length}
             changed = (curve.variant and variants.changes(curve.variant, config, **options)) or {}
             if model is None or changed != loaded:
-                model = loading.model(curve.checkpoint, loading.config(curve.checkpoint, **changed))
+                changed_config = loading.config(curve.checkpoint, **changed) if changed else config
+                model = loading.model(curve.checkpoint, changed_config)
                 loaded, entry["parameters"] = changed, model.num_parameters()
             limit = longest_length(model)
             if limit is not None and length > limit:

@@ -16,12 +16,10 @@ Their fields are in `schema.py`, which `read_json` checks.
 import datetime
 import importlib.metadata
 import json
-import os
 import pathlib
 import platform
 import shlex
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -89,38 +87,6 @@ def markdown_table(rows: Sequence[Sequence[str]], *, aligned: bool = False) -> s
     widths = [max(len(row[column]) for row in rows) if aligned else 0 for column in range(len(rows[0]))]
     lines = ["| " + " | ".join(text.ljust(width) for text, width in zip(row, widths)) + " |" for row in rows]
     return "\n".join([lines[0], "|" + "|".join("-" * max(3, width + 2) for width in widths) + "|", *lines[1:]])
-
-
-def check_writable(folder: str | pathlib.Path) -> None:
-    """Raises OSError if a folder, which need not exist yet, is not writable."""
-    folder = pathlib.Path(folder)
-    existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-    try:
-        with tempfile.TemporaryFile(dir=existing):
-            pass
-    except OSError as error:
-        raise OSError(f"output={str(folder)!r} cannot be written: {error.strerror}.") from error
-
-
-def write_json(path: str | pathlib.Path, content: dict[str, Any]) -> None:
-    """Writes a results file atomically; raises ValueError if a number is not finite."""
-    path = pathlib.Path(path)
-    try:
-        text = json.dumps(content, indent=2, allow_nan=False) + "\n"
-    except ValueError as error:
-        raise ValueError(f"{path.name} is not written: a number is not finite: {error}") from error
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, text)
-
-
-def write_text(path: pathlib.Path, text: str) -> None:
-    """Writes a file atomically, and flushes it to disk."""
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("w", encoding="utf-8", newline="") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
 
 
 def lm_eval_tasks(report: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 from transformers import GenerationConfig
 
+from ..writing import check_writable, write_json
 from .checkpoints import MAX_LENGTH, loading_of, longest_length, names_of, trained_length_of, weights_of
-from .results import check_writable, lm_eval_tasks, markdown_table, write_json
+from .results import lm_eval_tasks, markdown_table
 from .windows import parse_windows
 from .zero_shot import load_scorer, quiet, task_manager
 
@@ -129,15 +130,15 @@ def run(options: argparse.Namespace, origin: dict[str, Any]) -> None:
     check_writable(options.output)
     loading = loading_of(options)
     samples = options.samples or DEFAULT_SAMPLES
-    lengths = {}
+    lengths, configs = {}, {checkpoint: loading.config(checkpoint) for checkpoint in options.checkpoints}
     for checkpoint in options.checkpoints:
-        trained = options.trained_length or trained_length_of(checkpoint, loading.config(checkpoint))
+        trained = options.trained_length or trained_length_of(checkpoint, configs[checkpoint])
         lengths[checkpoint] = parse_windows(options.windows or DEFAULT_WINDOWS, trained)
     entries: list[dict[str, Any]] = []
     found = {"samples": samples, "checkpoints": entries, **origin}
     manager = task_manager()
     for checkpoint, name in zip(options.checkpoints, names_of(options.checkpoints)):
-        tokenizer = loading.tokenizer(checkpoint)
+        tokenizer = loading.tokenizer(checkpoint, configs[checkpoint])
         entry: dict[str, Any] = {"name": name, "checkpoint": checkpoint, "weights": weights_of(checkpoint), "cells": []}
         entries.append(entry)
         model = load_scorer(checkpoint, loading, batch_size=1)

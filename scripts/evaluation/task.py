@@ -19,10 +19,12 @@ from typing import Any
 
 import torch
 
-from ..commands.common import command_parser
-from ..data.samples import TaskSamples
+from ..parsers import command_parser
+from ..processes import ALONE, Processes
 from ..toy_tasks.alice import LARGEST_ANSWER, AliceConfig
 from ..toy_tasks.registry import PROBES, TASKS, task_config
+from ..toy_tasks.samples import TaskSamples
+from ..writing import check_writable, write_json
 from .answers import score_samples
 from .checkpoints import (
     MAX_LENGTH,
@@ -34,8 +36,8 @@ from .checkpoints import (
     longest_length,
     names_of,
 )
-from .processes import ALONE, Processes, scorer
-from .results import check_writable, markdown_table, provenance, read_json, write_json
+from .results import markdown_table, provenance, read_json
+from .scorer import scorer
 
 # Names of the metrics in tables.
 _TITLES = {
@@ -123,7 +125,8 @@ def evaluate(
     }
     entries = []
     for checkpoint, (named, configs, block) in plans.items():
-        config, tokenizer = loading.config(checkpoint), loading.tokenizer(checkpoint)
+        config = loading.config(checkpoint)
+        tokenizer = loading.tokenizer(checkpoint, config)
         model = loading.model(checkpoint, config)
         scores = {}
         for name, test in configs.items():

@@ -44,7 +44,8 @@ class Text(NamedTuple):
 def given_text(options: argparse.Namespace) -> Text | None:
     """Returns the text that the options of `length` name, or None."""
     from ..data.corpora import load_corpus, parse_choice
-    from ..data.rows import DATA_DIR_VARIABLE, documents_of
+    from ..data.folder import DATA_DIR_VARIABLE
+    from ..data.rows import documents_of
     from ..data.source import load_text, read_files
 
     named, files = options.data, options.validation_file
@@ -137,7 +138,8 @@ def _sources(data: Mapping[str, Any]) -> list[Any]:
 
 
 def _held_out(checkpoint: str, results: Mapping[str, Any], data_dir: str | None) -> Text:
-    from ..data.rows import DATA_DIR_VARIABLE, documents_sha256
+    from ..data.folder import DATA_DIR_VARIABLE
+    from ..data.rows import documents_sha256
     from ..data.source import load_text
 
     about, held_out = results["data"], results["held_out"]

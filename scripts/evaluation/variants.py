@@ -16,7 +16,7 @@ long as the trained length.
 from typing import Any
 
 from ...position_base import suggest
-from ...position_registry import is_nested
+from ...position_plan import is_nested
 
 ROPE_TYPES = {"interpolation": "linear", "yarn": "yarn"}
 BEYOND = {"relative-capped": "last", "relative-none": "none"}

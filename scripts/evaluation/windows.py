@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from .processes import ALONE, Processes
+from ..processes import ALONE, Processes
 from .schema import Cell
 
 

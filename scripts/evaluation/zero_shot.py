@@ -33,8 +33,10 @@ from tqdm.auto import tqdm
 
 from ...model_card import weights_fingerprint
 from ...position_base import suggest
-from ...position_registry import max_length
-from ..commands.common import command_parser
+from ...position_plan import max_length
+from ..data.folder import DATA_DIR_VARIABLE, data_folder
+from ..parsers import command_parser
+from ..writing import check_writable, write_json
 from .checkpoints import (
     MAX_LENGTH,
     Loading,
@@ -45,9 +47,9 @@ from .checkpoints import (
     names_of,
     output_of,
 )
-from .lm_eval.zero_shot_files import DATA_DIR_VARIABLE, FILES, data_folder
-from .processes import scorer
-from .results import check_writable, lm_eval_tasks, markdown_table, provenance, read_json, write_json
+from .lm_eval.zero_shot_files import FILES
+from .results import lm_eval_tasks, markdown_table, provenance, read_json
+from .scorer import scorer
 
 DESCRIPTION = """Zero-shot evaluation with lm-eval: LAMBADA, BLiMP, CBT, HellaSwag, PIQA, ARC-Easy.
 
@@ -394,7 +396,7 @@ def evaluate(options: argparse.Namespace, origin: dict[str, Any]) -> str | None:
     # Raises errors before the first model runs.
     folders = [result_folder(checkpoint, options.output) for checkpoint in options.checkpoints]
     for checkpoint, folder in zip(options.checkpoints, folders):
-        loading.tokenizer(checkpoint)
+        loading.tokenizer(checkpoint, loading.config(checkpoint))
         check_writable(folder)
         if (folder / "lm_eval.json").is_file():
             read_json(folder / "lm_eval.json")

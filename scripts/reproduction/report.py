@@ -12,15 +12,16 @@ from typing import Any
 import jinja2
 
 from ..evaluation.data_description import describe_data
-from ..evaluation.results import read_json, write_json
+from ..evaluation.results import read_json
+from ..writing import write_json
 from .drawing import curves, draw
 from .measures import lift_off
-from .runs import Run, unique
+from .runs import PlannedRun, unique
 from .tables import Table
 from .verdict import DIFFERS, ORDER, Cell, judge
 
 
-def collect(table: Table, planned: Mapping[tuple[str, str], Sequence[Run]], *, small: bool) -> dict[str, Any]:
+def collect(table: Table, planned: Mapping[tuple[str, str], Sequence[PlannedRun]], *, small: bool) -> dict[str, Any]:
     """Returns the content of `<table>.json` without the command: the figures of all finished runs, compared."""
     columns = {column.key: column for column in table.columns}
     rows = {row.key: row for row in table.rows}
@@ -81,7 +82,7 @@ def collect(table: Table, planned: Mapping[tuple[str, str], Sequence[Run]], *, s
     }
 
 
-def _seed(table: Table, run: Run, results: Mapping[str, Any], value: float) -> dict[str, Any]:
+def _seed(table: Table, run: PlannedRun, results: Mapping[str, Any], value: float) -> dict[str, Any]:
     """Returns the entry of one run of a cell."""
     others = {"kept": results["kept"]} if "kept" in results else {}
     if table.lifted is not None:
@@ -115,7 +116,7 @@ def distinct(values: Iterable[Any]) -> list[Any]:
     return result
 
 
-def scaled_down(planned: Mapping[tuple[str, str], Sequence[Run]]) -> dict[str, list[str]]:
+def scaled_down(planned: Mapping[tuple[str, str], Sequence[PlannedRun]]) -> dict[str, list[str]]:
     """Returns, for each recipe, the keys in which a run differs from the exact recipe: `key: exact → ours`."""
     result: dict[str, list[str]] = {}
     for run in unique(planned):
@@ -129,14 +130,14 @@ def left_out(table: Table) -> dict[str, str]:
     return {column.label: column.recipe for column in table.columns if not column.small}
 
 
-def texts(planned: Mapping[tuple[str, str], Sequence[Run]]) -> list[str]:
+def texts(planned: Mapping[tuple[str, str], Sequence[PlannedRun]]) -> list[str]:
     """Returns a line for each data source of the runs, with its licence."""
     described = [describe_data({**run.recipe.data.model_dump(), "split": "train"}) for run in unique(planned)]
     parts = [part for data in described for part in data["described"].values()]
     return distinct(f"{part['title']}: {part['licence'] or 'licence not known'}" for part in parts)
 
 
-def systems(planned: Mapping[tuple[str, str], Sequence[Run]]) -> dict[str, list[str]]:
+def systems(planned: Mapping[tuple[str, str], Sequence[PlannedRun]]) -> dict[str, list[str]]:
     """Returns the overrides of the recipe for the system of each row, by row key."""
     result: dict[str, list[str]] = {}
     for (row, _), runs in planned.items():
@@ -218,7 +219,7 @@ def _describe(value: Any) -> str:
     return ", ".join(f"{name} {text}" for name, text in value.items()) if isinstance(value, dict) else str(value)
 
 
-def _render(template: str, **values: Any) -> str:
+def _render(**values: Any) -> str:
     # The texts are Markdown, not HTML.
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
@@ -227,17 +228,18 @@ def _render(template: str, **values: Any) -> str:
         lstrip_blocks=True,
     )
     environment.filters["describe"] = _describe
-    return environment.get_template(template).render(**values).rstrip() + "\n"
+    return environment.get_template("report.md.jinja").render(**values).rstrip() + "\n"
 
 
-def markdown(report: Mapping[str, Any]) -> str:
-    """Returns the report as Markdown, from the content of `<table>.json` only."""
+def markdown(report: Mapping[str, Any], *, card: bool = False) -> str:
+    """Returns the report as Markdown, from the content of `<table>.json` only; `card`: README.md of its folder."""
     seconds = {seed["folder"]: seed["seconds"] for cell in report["cells"] for seed in cell["ours"]["seeds"]}
     # Results of older reports have fewer keys.
     own = report.get("own", False)
     labels = {cell["row"]: cell["label"] for cell in report["cells"]}
     differences = [cell.get("difference") for cell in report["cells"]]
     made = {
+        "card": card,
         "own": own,
         "lifted": report.get("lifted"),
         # If a run solves the task or not, means and differences say little.
@@ -247,7 +249,7 @@ def markdown(report: Mapping[str, Any]) -> str:
         "first": " or ".join(distinct(labels[one["row"]] for one in differences if one)),
         "minutes": [value / 60 for value in seconds.values()],
     }
-    return _render("report.md.jinja", **{**report, **made})
+    return _render(**{**report, **made})
 
 
 def name_of(report: Mapping[str, Any]) -> str:
@@ -255,7 +257,7 @@ def name_of(report: Mapping[str, Any]) -> str:
     return report["table"] + ("_small" if report["small"] else "")
 
 
-def check_replaces(results: Path, wanted: Iterable[Run]) -> None:
+def check_replaces(results: Path, wanted: Iterable[PlannedRun]) -> None:
     """Raises ValueError if a report has results of other runs than `wanted`, which a new one would lose."""
     if not results.exists():
         return
@@ -273,8 +275,3 @@ def write(report: Mapping[str, Any], text: str, path: Path, results: str) -> Pat
     path.write_text(text, encoding="utf-8")
     draw(report, path.with_name(f"{name_of(report)}.png"))
     return path
-
-
-def card(report: Mapping[str, Any]) -> str:
-    """Returns the card of a report (README.md of its folder), from the content of `<table>.json` only."""
-    return _render("card.md.jinja", report=markdown(report), texts=report["texts"])

@@ -20,7 +20,7 @@ from .tables import Column, Row, Table, resolve
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class PlannedRun:
     """One training run."""
 
     seed: int
@@ -66,7 +66,7 @@ def check_sets(row: Row, column: Column, base: Recipe, sets: Sequence[str]) -> N
                 )
 
 
-def build_run(row: Row, column: Column, seed: int, *, output: Path, small: bool, sets: Sequence[str]) -> Run:
+def build_run(row: Row, column: Column, seed: int, *, output: Path, small: bool, sets: Sequence[str]) -> PlannedRun:
     """Builds a run; see `plan` for the arguments."""
     name = f"{column.recipe}_small" if small else column.recipe
 
@@ -88,7 +88,7 @@ def build_run(row: Row, column: Column, seed: int, *, output: Path, small: bool,
     elif recipe.data.source == "task":
         # Results of toy tasks do not depend on validation samples.
         immaterial.add("evaluation.blocks")
-    return Run(
+    return PlannedRun(
         seed=seed,
         folder=output / name / "-".join(part for part in (row.key, column.variant, f"seed{seed}") if part),
         recipe=recipe,
@@ -106,7 +106,7 @@ def plan(
     seeds: int | None = None,
     rows: Sequence[str] | None = None,
     sets: Sequence[str] = (),
-) -> dict[tuple[str, str], list[Run]]:
+) -> dict[tuple[str, str], list[PlannedRun]]:
     """Returns for each (row key, column key), in the order of the table, a run for each seed.
 
     Args:
@@ -119,8 +119,8 @@ def plan(
     for key in rows or ():
         if key not in known:
             raise ValueError(f"--rows {key!r} is not valid. {suggest(key, known)}")
-    made: dict[tuple[str, str, str, int], Run] = {}
-    result: dict[tuple[str, str], list[Run]] = {}
+    made: dict[tuple[str, str, str, int], PlannedRun] = {}
+    result: dict[tuple[str, str], list[PlannedRun]] = {}
     for row in table.rows:
         for column in table.columns:
             if column.key not in row.figures or (rows and row.key not in rows) or (small and not column.small):
@@ -137,17 +137,19 @@ def plan(
     return result
 
 
-def unique(planned: Mapping[tuple[str, str], Sequence[Run]]) -> list[Run]:
+def unique(planned: Mapping[tuple[str, str], Sequence[PlannedRun]]) -> list[PlannedRun]:
     """Returns every run once, ordered by seed, so that all cells get a result early."""
     runs = {run.folder: run for cell in planned.values() for run in cell}
     return sorted(runs.values(), key=lambda run: run.seed)
 
 
-def train(run: Run, data_dir: str | os.PathLike[str] | None = None) -> None:
+def train(run: PlannedRun, data_dir: str | os.PathLike[str] | None = None) -> None:
     """Starts or continues a run."""
+    from ..cards.folder import card_of_run
     from ..training import loop
 
     resume = RunFolder(run.folder).is_begun
     data = ["--data-dir", str(data_dir)] if data_dir else []
     arguments = [*run.arguments(), *data, *(["--resume"] if resume else [])]
-    loop.train(run.recipe, run.folder, resume=resume, data_dir=data_dir, arguments=arguments)
+    with card_of_run(run.folder):
+        loop.train(run.recipe, run.folder, resume=resume, data_dir=data_dir, arguments=arguments)

@@ -30,8 +30,8 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from ..data.prepared import file_sha256
-from ..evaluation.results import write_json
-from .errors import TrainingError
+from ..errors import TrainingError
+from ..writing import write_json
 from .run_folder import RunFolder, step_of
 
 FORMAT = 3

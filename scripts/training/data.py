@@ -4,7 +4,6 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,12 +12,13 @@ from transformers import PreTrainedTokenizerBase
 
 from ..data.pack import MixedBatches, ShuffledBatches
 from ..data.prepared import MixedBlocks, TextBlocks, prepare, prepare_tokenizer
-from ..data.samples import TaskSamples
 from ..data.source import TextSource, find_files, held_out_files, load_text
 from ..data.stream import StreamedBatches, first_rows
 from ..data.tokenize import WORD_TOKENIZERS, about_changes, build_tokenizer, check_bytes
+from ..processes import is_first_process
 from ..toy_tasks.common import build_tokenizer as build_task_tokenizer
-from .recipe import Recipe
+from ..toy_tasks.samples import TaskSamples
+from .recipe import RunSettings
 
 
 @dataclasses.dataclass
@@ -41,12 +41,12 @@ class TrainingData:
     texts: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
 
 
-def load_data(recipe: Recipe, data_dir: Any = None, *, processes: int | None = None) -> TrainingData:
+def load_data(recipe: RunSettings, data_dir: Any = None, *, processes: int | None = None) -> TrainingData:
     """Reads and tokenises the data of a recipe."""
     return _load_task(recipe) if recipe.data.source == "task" else _load_text(recipe, data_dir, processes)
 
 
-def _load_text(recipe: Recipe, data_dir: Any, processes: int | None) -> TrainingData:
+def _load_text(recipe: RunSettings, data_dir: Any, processes: int | None) -> TrainingData:
     data, evaluation = recipe.data, recipe.evaluation
 
     def each(read: Callable[[TextSource], Any]) -> Iterator[Any]:
@@ -116,12 +116,11 @@ def _load_text(recipe: Recipe, data_dir: Any, processes: int | None) -> Training
 
 
 def _say(text: str) -> None:
-    # Once for all processes.
-    if not int(os.environ.get("RANK", "0")):
+    if is_first_process():
         print(text, file=sys.stderr)
 
 
-def _load_task(recipe: Recipe) -> TrainingData:
+def _load_task(recipe: RunSettings) -> TrainingData:
     data = recipe.data
     config = data.task_config(seed=recipe.seed)
     tokenizer = build_task_tokenizer(config)

@@ -1,4 +1,4 @@
-"""Training in several processes: the layout of a recipe's `distributed` section.
+"""Training in several processes: their division by a recipe's `distributed` section.
 
 | dimension | meaning | applied by |
 |---|---|---|
@@ -10,7 +10,6 @@ accelerate starts the processes and its own `ParallelismConfig` has the same nam
 """
 
 import contextlib
-import dataclasses
 import datetime
 import importlib.util
 from collections.abc import Iterable, Iterator
@@ -27,36 +26,13 @@ from torch.distributed.tensor import DTensor
 from whatwhere.attention_triton import runs_on
 from whatwhere.position_base import suggest
 
-from ..checks import Refused
-from .errors import TrainingError
-from .recipe import Recipe, TrainingRecipe
+from ..errors import Refused, TrainingError
+from ..processes import Processes
+from .recipe import RunSettings, TrainingRecipe
 
 
-@dataclasses.dataclass(frozen=True)
-class Layout:
-    """The division of the processes; their number is the product of the sizes."""
-
-    dp_replicate: int = 1
-    dp_shard: int = 1
-    tp: int = 1
-    rank: int = 0
-
-    @property
-    def data_share(self) -> tuple[int, int]:
-        """The index of this process's share of each batch, and the number of shares."""
-        return self.rank // self.tp, self.dp_replicate * self.dp_shard
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether a process has only a part of the weights."""
-        return self.dp_shard * self.tp > 1
-
-    def __str__(self) -> str:
-        return f"dp_replicate {self.dp_replicate}, dp_shard {self.dp_shard}, tp {self.tp}"
-
-
-def check_layout(recipe: Recipe, config: Any, processes: int, rank: int = 0) -> Layout:
-    """Returns the layout of a recipe on this number of processes; it must fit the model and the batch, too."""
+def check_layout(recipe: RunSettings, config: Any, processes: int, rank: int = 0) -> Processes:
+    """Returns the division of this number of processes by a recipe; it must fit the model and the batch, too."""
     wanted, training = recipe.distributed, recipe.training
     if wanted.cp > 1:
         raise Refused(
@@ -78,15 +54,14 @@ def check_layout(recipe: Recipe, config: Any, processes: int, rank: int = 0) -> 
             f"training.batch_size={training.batch_size!r} is not valid: it must be a multiple of the number of "
             f"data-parallel processes, {shares}, times micro_batch_size, {training.micro_batch_size or 1}."
         )
-    return Layout(replicas, wanted.dp_shard, wanted.tp, rank)
+    return Processes(replicas, wanted.dp_shard, wanted.tp, rank)
 
 
-def _check_tensor_parallel(recipe: Recipe, config: Any) -> None:
+def _check_tensor_parallel(recipe: RunSettings, config: Any) -> None:
     tp = recipe.distributed.tp
     if config.base_model_tp_plan is None:
-        raise Refused(
-            f"distributed.tp={tp!r} is not valid: model.family={recipe.model['family']!r} has no tensor-parallel plan."
-        )
+        family = config.model_type.removeprefix("whatwhere_")
+        raise Refused(f"distributed.tp={tp!r} is not valid: model.family={family!r} has no tensor-parallel plan.")
     if config.tie_word_embeddings:
         raise Refused(
             f"distributed.tp={tp!r} is not valid with model.tie_word_embeddings=True: embeddings and output layer are "
@@ -135,7 +110,7 @@ def build_accelerator(training: TrainingRecipe, output: Path) -> Accelerator:
     return accelerator
 
 
-def distribute(model: Any, layout: Layout, accelerator: Accelerator, training: TrainingRecipe) -> Any:
+def distribute(model: Any, layout: Processes, accelerator: Accelerator, training: TrainingRecipe) -> Any:
     """Divides a model, which is equal in all processes, among them. Returns the model to call.
 
     `mixed_precision` "bf16" means autocast; FSDP gathers weights in bfloat16 and sums gradients in float32.
@@ -182,7 +157,7 @@ def decoder_layers(model: Any) -> Iterable[torch.nn.Module]:
 
 
 @contextlib.contextmanager
-def accumulating(model: Any, layout: Layout, accelerator: Accelerator, *, last: bool) -> Iterator[None]:
+def accumulating(model: Any, layout: Processes, accelerator: Accelerator, *, last: bool) -> Iterator[None]:
     """The forward and backward pass of a part of a batch; gradients are communicated in that of the last part.
 
     With tensor parallelism, Transformers adds up the gradients of undivided parameters over processes after each

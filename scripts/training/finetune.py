@@ -6,47 +6,47 @@ checkpoint is a stock model, the adapter's base model is saved in `base/`.
 
 import contextlib
 import functools
-import hashlib
-import json
 import math
 import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import peft
 import torch
 from accelerate.utils import set_seed
 from pydantic import Field
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from whatwhere.model_card import weights_fingerprint
 
-from ..checks import Checked, Count, Fraction, NotNegative, NotNegativeFloat, Positive, Refused
-from ..conversion import RECORD, card_metadata, convert_checkpoint, fit_tokenizer, load_source
+from ..checks import Checked, Count, Fraction, NotNegative, NotNegativeFloat, Positive, parse
+from ..conversion.folder import card_metadata, convert_checkpoint, fit_tokenizer
 from ..data.corpora import CORPORA
-from ..data.pack import IGNORED
+from ..data.folder import data_folder
 from ..data.prepared import file_sha256
-from ..data.rows import data_folder
 from ..data.source import SOURCES, TextSource
-from ..data.tokenize import build_tokenizer, load_tokenizer, why_not_loaded
-from ..evaluation.checkpoints import checked_loading
-from ..evaluation.results import write_json
-from .distillation import AttentionTargets, LogitTargets, logit_loss
-from .errors import TrainingError
-from .loop import Run, file_problems, train
+from ..data.tokenize import WORD_TOKENIZERS, build_tokenizer, load_tokenizer, why_not_loaded
+from ..errors import Refused, TrainingError
+from .loop import TrainingRun, file_problems, train
 from .model import build_optimizer, check_length, count_parameters, prepare_model
-from .recipe import DataRecipe, DistributedRecipe, EvaluationRecipe, Mixture, Recipe, Schedule, TrainingRecipe
-
-# Tokens drawn from a source's predictions; deleted at the end.
-TARGETS = "targets-{}.bin"
+from .recipe import (
+    DataRecipe,
+    DistributedRecipe,
+    EvaluationRecipe,
+    Mixture,
+    RunSettings,
+    RunText,
+    Schedule,
+    TrainingRecipe,
+)
 
 Length = Annotated[int, Field(ge=2)]
 
 
-class Settings(Checked):
-    """The settings of a run, saved in `finetune.json`; the options of `whatwhere finetune` are made from them."""
+class FinetuneSettings(Checked):
+    """The settings of `finetune`, saved in `finetune.json`; the options of `whatwhere finetune` are made from them."""
 
     checkpoint: str = Field(description="folder or Hub id")
     position_encoding: str | list[str] | None = Field(None, description="a name, or '[rope, cope]'; default: the same")
@@ -85,10 +85,6 @@ class Settings(Checked):
     lora_alpha: Positive = Field(32.0, description="default 32")
     lora_dropout: Fraction = Field(0.0, description="default 0")
     merge: bool = Field(False, description="with --lora: save a full model")
-    distill_from: str | None = Field(None, description="the source of a conversion, to learn from as well")
-    distill: Literal["logits", "attention"] = Field(
-        "logits", description="logits (default): its predictions; attention: its attention outputs, by layer"
-    )
 
     def problems(self) -> Iterator[tuple[str, str]]:
         if self.data in CORPORA:
@@ -96,77 +92,67 @@ class Settings(Checked):
                 if getattr(self, name) != DataRecipe.model_fields[name].default:
                     yield name, f"it has no effect with data={self.data!r}"
         elif self.data in (*SOURCES, "mixture"):
-            for name, reason in DataRecipe.problems(self.text()):
-                if name not in {"source", *Settings.model_fields}:
-                    yield "tokenizer", "it is made by a recipe (`whatwhere train`): give a folder or a Hub id"
-                elif "data.mixture[" in reason:
-                    yield name, reason.replace("data.mixture[", "mixture[")
-                else:
-                    yield "data" if name == "source" else name, reason.replace("source=", "data=")
+            for name, reason in RunText.problems_of(self._text_fields()):
+                reason = reason.replace("data.mixture[", "mixture[").replace("source=", "data=")
+                yield "data" if name == "source" else name, reason
         else:
             yield "data", f"allowed: {', '.join((*SOURCES, 'mixture', *CORPORA))}"
         for needed, names in (
             ("lora", ("merge", "lora_rank", "lora_alpha", "lora_dropout")),
             ("streaming", ("shuffle_buffer",)),
-            ("distill_from", ("distill",)),
         ):
             for name in names:
-                if not getattr(self, needed) and getattr(self, name) != Settings.model_fields[name].default:
+                if not getattr(self, needed) and getattr(self, name) != FinetuneSettings.model_fields[name].default:
                     yield name, f"it has no effect without {needed}"
+        if self.tokenizer in ("bpe", *WORD_TOKENIZERS):
+            yield "tokenizer", "it is made by a recipe (`whatwhere train`): give a folder or a Hub id"
         if self.warmup_steps >= self.steps:
             yield "warmup_steps", f"it must be below steps={self.steps!r}"
-        if self.distill_from is not None and self.streaming:
-            yield "distill_from", "it needs text that is not streamed"
-        if self.distill == "attention" and (self.dp_shard > 1 or self.activation_checkpointing):
-            yield "distill", "it needs whole weights and activations. Allowed with dp_shard and checkpointing: 'logits'"
         if self.lora and self.dp_shard > 1:
             yield "dp_shard", "adapters are not sharded. Allowed with lora: 1"
 
     def resolved(self) -> dict[str, Any]:
         return self.model_dump()
 
-    def text(self, data_dir: str | None = None, **changes: Any) -> DataRecipe:
-        options = {name: getattr(self, name) for name in DataRecipe.model_fields if name in Settings.model_fields}
-        options["source"] = self.data
+    def text(self, data_dir: str | os.PathLike[str] | None = None) -> RunText:
+        fields = self._text_fields()
         if self.data in CORPORA:
             known = CORPORA[self.data].local if data_folder(data_dir) else CORPORA[self.data].hub
             held_out = "test" if "test" in known else "validation"
             splits = {"train": f"{self.data}:train", "validation": f"{self.data}:{held_out}"}
-            options |= {"source": "corpus", "splits": splits}
-        return DataRecipe.model_construct(**{**options, **changes})
+            fields |= {"source": "corpus", "splits": splits}
+        return parse(RunText, fields)
+
+    def _text_fields(self) -> dict[str, Any]:
+        names = RunText.model_fields.keys() & FinetuneSettings.model_fields.keys()
+        return {"source": self.data} | {name: getattr(self, name) for name in names}
 
 
-def finetune(settings: Settings, output: str | os.PathLike[str], **options: Any) -> dict[str, Any]:
+def finetune(settings: FinetuneSettings, output: str | os.PathLike[str], **options: Any) -> dict[str, Any]:
     """Fine-tunes a checkpoint into the folder `output`; the other arguments, result and errors are those of `train`."""
     return train(settings, output, **options, kind=Finetuning)
 
 
-class Finetuning(Run):
+class Finetuning(TrainingRun):
     """The state of a run that begins with a checkpoint."""
 
     command, record = "finetune", "finetune.json"
 
-    @staticmethod
-    def problems(recipe: Any, data_dir: str | os.PathLike[str] | None) -> Iterator[str]:
-        yield from file_problems(recipe.text(), data_dir)
-
-    def __init__(self, options: Settings, output: Path, data_dir: str | None, **resume: Any) -> None:
+    def __init__(self, options: FinetuneSettings, output: Path, data_dir: str | None, **resume: Any) -> None:
+        if problems := list(file_problems(options.text(data_dir), data_dir)):
+            raise Refused(*problems)
         set_seed(options.seed)
         self.options = options
         self._load()
-        self.attention: AttentionTargets | None = None
         self.before: dict[str, Any] = {}
         if options.new_learning_rate is not None and not self.fresh:
             raise Refused(f"new_learning_rate={options.new_learning_rate!r} is not valid: no parameter is new.")
-        recipe = _recipe(options, self.loaded.config, data_dir)
-        if options.distill_from is not None:
-            _check_vocabulary(options.distill_from, recipe.data.tokenizer, self.loaded.config.vocab_size)
-        super().__init__(recipe, output, data_dir, **resume)
+        super().__init__(_run_settings(options, self.loaded.config, data_dir), output, data_dir, **resume)
 
     def settings(self) -> dict[str, Any]:
         return self.options.resolved()
 
-    def config(self) -> Any:
+    def build_config(self) -> Any:
         return self.loaded.config
 
     def _encoding(self) -> tuple[Any, ...]:
@@ -189,20 +175,10 @@ class Finetuning(Run):
                 f"warning: tokenizer={tokenizer!r} has other tokens than the tokenizer of checkpoint={checkpoint!r}, "
                 "whose embeddings do not fit them"
             )
-        if self.options.distill == "attention":
-            model = self.loaded.to(self.accelerator.device)
-            self.attention = AttentionTargets(str(self.options.distill_from), model)
         super()._load_data_and_model()
 
     def build_model(self) -> Any:
         options, training = self.options, self.recipe.training
-        if options.distill == "logits" and options.distill_from is not None:
-            vocab_size = self.loaded.config.vocab_size
-            # The source and the model are not in memory at the same time.
-            self.loaded = None
-            self._draw_targets(options.distill_from, vocab_size)
-            set_seed(options.seed)
-            self._load()
         model, self.loaded = self.loaded, None
         if options.rope_parameters is not None:
             fit_tokenizer(self.data.tokenizer, model)
@@ -214,27 +190,7 @@ class Finetuning(Run):
         prepare_model(model, training)
         if options.lora:
             model = self._add_adapter(model)
-        if self.attention is not None:
-            new = {id(parameter) for name, parameter in model.named_parameters() if original_name(name) in self.fresh}
-            self.attention.freeze(model, new)
         return model
-
-    def _draw_targets(self, source: str, vocab_size: int) -> None:
-        """Adds the source's predictions to the batches for training."""
-        training, batches, seed = self.recipe.training, self.data.batches, self.options.seed
-        # What the tokens depend on: with other text, another source or other processes, they are drawn again.
-        origin = [self.data.splits_sha256["train"], _fingerprint(source), self.accelerator.num_processes]
-        file = self.output / TARGETS.format(hashlib.sha256(json.dumps(origin).encode()).hexdigest()[:16])
-        batches.blocks = LogitTargets(batches.blocks, batches.visited(training.steps), file, vocab_size)
-        written = file.exists()
-        # Another process may be about to rename it.
-        self.accelerator.wait_for_everyone()
-        if written:
-            return
-        model = load_source(source, "distill_from")
-        self.write_settings()
-        with self.checkpoints.writing(file):
-            batches.blocks.write(model, self.options.batch_size, seed, self.accelerator)
 
     def _restore_dtypes(self, model: Any) -> None:
         for name, parameter in model.named_parameters():
@@ -280,25 +236,16 @@ class Finetuning(Run):
             self.before = self.scores()["metrics"]
         super().begin()
 
-    def loss(self, inputs: dict[str, torch.Tensor], predictions: int) -> torch.Tensor:
-        if self.options.distill_from is None:
-            return super().loss(inputs, predictions)
-        part = inputs["labels"][:, 1:].ne(IGNORED).sum() / predictions
-        if self.attention is not None:
-            with self.accelerator.autocast():
-                return self.attention.loss(self.model, {"input_ids": inputs["input_ids"]}) * part
-        targets = inputs.pop("targets")
-        outputs = self.model(**inputs, num_items_in_batch=predictions, use_cache=False)
-        return (outputs.loss + logit_loss(outputs.logits, targets) * part) / 2
-
     def more_state(self) -> dict[str, Any]:
-        return {"batch_size": self.recipe.training.batch_size, "fingerprints": self._fingerprints}
+        return {"batch_size": self.recipe.training.batch_size, "fingerprints": {"checkpoint": self._fingerprint}}
 
     @functools.cached_property
-    def _fingerprints(self) -> dict[str, str | None]:
-        options = self.options
-        names = {"checkpoint": options.checkpoint, "distill_from": options.distill_from}
-        return {name: value and _fingerprint(value) for name, value in names.items()}
+    def _fingerprint(self) -> str | None:
+        """A fingerprint of the weights and the configuration of the folder, or the commit of the Hub id."""
+        checkpoint = self.options.checkpoint
+        if not os.path.exists(checkpoint):
+            return PreTrainedConfig.get_config_dict(checkpoint)[0].get("_commit_hash")
+        return f"{weights_fingerprint(Path(checkpoint))} {file_sha256(Path(checkpoint) / 'config.json')}"
 
     def _check_origin(self, state: dict[str, Any], made: str) -> None:
         super()._check_origin(state, made)
@@ -308,18 +255,12 @@ class Finetuning(Run):
                 f"{made} with {state['batch_size']} sequences a step, now these are {size}: --batch-size is for each "
                 f"process. Resume on as many processes as before, {len(state['random'])}."
             )
-        for name, value in self._fingerprints.items():
-            if state["fingerprints"][name] != value:
-                raise TrainingError(f"{made} with {name}={getattr(self.options, name)!r}, whose files have changed.")
+        if state["fingerprints"]["checkpoint"] != self._fingerprint:
+            raise TrainingError(f"{made} with checkpoint={self.options.checkpoint!r}, whose files have changed.")
 
     def largest_loss(self) -> float:
         # A conversion can leave a model with any finite loss.
         return math.inf
-
-    def log(self, values: dict[str, float]) -> None:
-        # The loss of distillation is not that of the text alone.
-        distils = self.options.distill_from is not None
-        super().log({"distillation_loss" if distils and name == "loss" else name: values[name] for name in values})
 
     def save(self, folder: Path, state_dict: dict[str, torch.Tensor] | None) -> None:
         if state_dict is not None:
@@ -327,9 +268,6 @@ class Finetuning(Run):
         elif self.options.merge or not self.options.lora:
             self._restore_dtypes(self.whole_model)
         super().save(folder, state_dict)
-        if self.attention is not None and not isinstance(self.whole_model, peft.PeftModel):
-            # The next run may still give these their own learning rate.
-            write_json(folder / RECORD, {"new_parameters": sorted(self.fresh)})
 
     def finish(self, arguments: list[str] | None = None) -> dict[str, Any]:
         if self.options.merge:
@@ -342,10 +280,7 @@ class Finetuning(Run):
             with torch.no_grad():
                 for name, parameter in self.whole_model.named_parameters():
                     parameter.copy_(parameter.to(self.dtypes[name]))
-        results = super().finish(arguments)
-        for file in self.output.glob(TARGETS.format("*")):
-            file.unlink(missing_ok=True)
-        return results
+        return super().finish(arguments)
 
     def more_results(self) -> dict[str, Any]:
         checkpoint = self.options.checkpoint
@@ -364,27 +299,6 @@ class Finetuning(Run):
         }
 
 
-def _fingerprint(checkpoint: str) -> str | None:
-    """Returns a fingerprint of the weights and the configuration of a folder, or the commit of a Hub id."""
-    if not os.path.exists(checkpoint):
-        return PreTrainedConfig.get_config_dict(checkpoint)[0].get("_commit_hash")
-    return f"{weights_fingerprint(Path(checkpoint))} {file_sha256(Path(checkpoint) / 'config.json')}"
-
-
-def _check_vocabulary(source: str, tokenizer: str, vocab_size: int) -> None:
-    """Raises Refused if a source of distillation has other tokens than the model, except for added ones."""
-    with checked_loading(source, "distill_from"):
-        size = AutoConfig.from_pretrained(source).vocab_size
-    if size != vocab_size:
-        raise Refused(
-            f"distill_from={source!r} is not valid: it has {size} tokens (vocab_size), the model has {vocab_size}."
-        )
-    if _has_other_tokens(source, tokenizer):
-        raise Refused(
-            f"distill_from={source!r} is not valid: its tokenizer has other tokens than tokenizer={tokenizer!r}."
-        )
-
-
 def _has_other_tokens(checkpoint: str, tokenizer: str) -> bool:
     """Whether a checkpoint has a tokenizer whose tokens, except for added ones, are not those of `tokenizer`."""
     try:
@@ -398,7 +312,7 @@ def _has_other_tokens(checkpoint: str, tokenizer: str) -> bool:
     return vocabularies[0] != vocabularies[1]
 
 
-def _recipe(options: Settings, config: Any, data_dir: str | None) -> Recipe:
+def _run_settings(options: FinetuneSettings, config: Any, data_dir: str | None) -> RunSettings:
     length = config.max_position_embeddings if options.sequence_length is None else options.sequence_length
     check_length(config, length, "sequence_length")
     name = options.tokenizer or options.checkpoint
@@ -415,10 +329,14 @@ def _recipe(options: Settings, config: Any, data_dir: str | None) -> Recipe:
         )
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     default_rate = 2e-4 if options.lora else 5e-5
-    return Recipe.model_construct(
+    return RunSettings(
         name="finetune",
-        data=options.text(data_dir, sequence_length=length, tokenizer=name, workers=int(options.streaming) or None),
-        model={"family": config.model_type.removeprefix("whatwhere_")},
+        data=DataRecipe(
+            **dict(options.text(data_dir)),
+            sequence_length=length,
+            tokenizer=name,
+            workers=int(options.streaming) or None,
+        ),
         training=TrainingRecipe(
             **options.model_dump(
                 include={"steps", "schedule", "warmup_steps", "weight_decay", "activation_checkpointing"}

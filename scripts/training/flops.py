@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..conversion import FAMILIES
+from ..families import model_class
 
 # Dense bf16 TFLOP/s, from the manufacturers' data sheets. A name has all words of its key; longer keys come first.
 PEAK_TFLOPS = {
@@ -65,7 +65,7 @@ def flops_per_token(config: Any, sequence_length: int) -> float:
     # The other implementations have kernels, whose products the counter does not know.
     config._attn_implementation = "eager"
     with FakeTensorMode():
-        model = FAMILIES[config.model_type.removeprefix("whatwhere_")](config).train()
+        model = model_class(config)(config).train()
         tokens = torch.zeros(1, sequence_length, dtype=torch.int64)
         counter = FlopCounterMode(display=False)
         with counter, Scalars(sequence_length - 1):

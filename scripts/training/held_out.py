@@ -11,10 +11,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from ..data.pack import IGNORED, add_labels
 from ..data.rows import documents_of, documents_sha256
+from ..errors import TrainingError
 from ..evaluation.answers import count_errors, summarise
 from ..evaluation.data_description import describe_data
 from .data import TrainingData
-from .errors import TrainingError
 from .recipe import DataRecipe
 
 # Nats per token; its exponential is a finite float.
@@ -35,18 +35,18 @@ def evaluate(run: Any, split: str, limit: int | None = None) -> dict[str, float]
         Symbols that are not text have no `bits_per_byte`.
     """
     data, model, device = run.data, run.whole_model, run.accelerator.device
-    per_batch = run.micro_batch_size * run.layout.data_share[1]
+    per_batch = run.micro_batch_size * run.processes.data_share[1]
     model.eval()
     blocks, is_task = data.held_out[split], data.unit == "samples"
     count = min(limit or len(blocks), len(blocks))
     chosen = [i * len(blocks) // count for i in range(count)]
-    index, shares = run.layout.data_share
+    index, shares = run.processes.data_share
     sums = torch.zeros(5 if is_task else 3, dtype=torch.float64)
     for start in range(0, count, per_batch):
         rows = chosen[start : start + per_batch]
         mine = rows[index * len(rows) // shares : (index + 1) * len(rows) // shares]
         # A sharded model needs all processes in each forward pass; one without a block repeats the first.
-        if not mine and not run.layout.is_sharded:
+        if not mine and not run.processes.is_sharded:
             continue
         batch = add_labels(blocks[mine or chosen[:1]])
         sizes = batch.pop("bytes", None)
@@ -64,7 +64,7 @@ def evaluate(run: Any, split: str, limit: int | None = None) -> dict[str, float]
     if isinstance(model, FSDPModule):
         # The outermost weights stay whole after a forward pass.
         model.reshard()
-    nats, *counts = run.sum(sums).tolist()
+    nats, *counts = run.processes.summed(sums).tolist()
     loss = nats / counts[0]
     if not loss < HOPELESS:
         raise TrainingError(f"loss={loss!r} nats per token on the {split} split: training has diverged.")

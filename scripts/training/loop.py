@@ -1,7 +1,7 @@
 """The training loop, on accelerate: from a recipe to a folder with the trained model.
 
-The folder of a finished run contains the model and its tokenizer (for `from_pretrained(folder)`), `README.md` (the
-card), `recipe.yaml` (with all defaults), `metrics.jsonl`, `results.json` and `checkpoints/` (see `run_folder.py`).
+The folder of a finished run contains the model and its tokenizer (for `from_pretrained(folder)`), `recipe.yaml` (with
+all defaults), `metrics.jsonl`, `results.json` and `checkpoints/` (see `run_folder.py`). The commands add its card.
 Resuming never executes code from a folder: tensors are read as safetensors, everything else as JSON and YAML.
 
 A run is determined by its recipe, its data and its processes. A resumed run gives bitwise the same metrics and weights
@@ -23,18 +23,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from accelerate.utils import broadcast_object_list, gather_object, set_seed
+from accelerate.utils import gather_object, set_seed
 
 from whatwhere.model_card import weights_fingerprint
 
-from ..cards.folder import write_card
-from ..checks import Refused
-from ..conversion import FAMILIES
+from ..data.folder import DATA_DIR_VARIABLE
 from ..data.pack import IGNORED
-from ..data.rows import DATA_DIR_VARIABLE
 from ..data.source import find_files
 from ..data.tokenize import token_unit
-from ..evaluation.results import provenance, write_json, write_text
+from ..errors import Interrupted, Refused, TrainingError
+from ..evaluation.results import provenance
+from ..families import model_class
+from ..writing import write_json, write_text
 from .checkpoint import (
     Checkpoints,
     load_checkpoint,
@@ -53,12 +53,11 @@ from .distributed import (
     distribute,
     whole,
 )
-from .errors import Interrupted, TrainingError
 from .flops import flops_per_token, peak_flops
 from .held_out import about_task, about_text, evaluate, held_out_text
-from .model import build_config, build_model, build_optimizer, count_parameters
+from .model import build_config, build_model, build_optimizer, count_parameters, set_vocabulary
 from .progress import Progress, peak_memory, stop_signals
-from .recipe import DataRecipe, Recipe
+from .recipe import RunSettings, RunText
 from .run_folder import RunFolder, step_of
 
 # Parts of error messages of gloo and NCCL.
@@ -74,7 +73,7 @@ def train(
     resume_from: int | None = None,
     data_dir: str | os.PathLike[str] | None = None,
     arguments: list[str] | None = None,
-    kind: type["Run"] | None = None,
+    kind: type["TrainingRun"] | None = None,
 ) -> dict[str, Any]:
     """Trains the recipe's model into the folder `output` and returns the contents of its `results.json`.
 
@@ -93,18 +92,16 @@ def train(
         Interrupted: SIGINT, SIGTERM or SIGUSR1 arrived; a checkpoint has been written.
         ValueError: the recipe's model or data are not valid.
     """
-    kind = kind or Run
+    kind = kind or TrainingRun
     folder = RunFolder(Path(output), kind.record)
     with folder.lock():
         resume, results = folder.begin(resume_from is not None or resume, recipe.resolved())
         if results is not None:
             return results
-        if problems := list(kind.problems(recipe, data_dir)):
-            raise Refused(*problems)
         return kind(recipe, folder.path, data_dir, resume=resume, resume_from=resume_from).execute(arguments)
 
 
-def file_problems(data: DataRecipe, data_dir: str | os.PathLike[str] | None) -> Iterator[str]:
+def file_problems(data: RunText, data_dir: str | os.PathLike[str] | None) -> Iterator[str]:
     """Yields what is wrong with the local files of a text, or of the texts of a mixture."""
     for index, text in enumerate(data.texts()):
         try:
@@ -114,24 +111,14 @@ def file_problems(data: DataRecipe, data_dir: str | os.PathLike[str] | None) -> 
             yield f"mixture[{index}].{error}" if data.mixture else str(error)
 
 
-class Run:
+class TrainingRun:
     """The state of one training run."""
 
     command, record = "train", "recipe.yaml"
 
-    @staticmethod
-    def problems(recipe: Any, data_dir: str | os.PathLike[str] | None) -> Iterator[str]:
-        """Yields what is wrong with the settings."""
-        try:
-            build_config(recipe)
-        except Refused as error:
-            yield from error.problems
-        for problem in file_problems(recipe.data, data_dir):
-            yield f"data.{problem}"
-
     def __init__(
         self,
-        recipe: Recipe,
+        recipe: RunSettings,
         output: Path,
         data_dir: str | os.PathLike[str] | None = None,
         *,
@@ -144,11 +131,12 @@ class Run:
         # Loss and step of the lowest validation loss so far, if the recipe keeps the best model.
         self.best: dict[str, Any] | None = None
         training = recipe.training
+        self.config = self.build_config()
         self.accelerator = build_accelerator(training, output)
-        processes, rank = self.accelerator.num_processes, self.accelerator.process_index
-        self.layout = check_layout(recipe, self.config(), processes, rank)
+        count, rank = self.accelerator.num_processes, self.accelerator.process_index
+        self.processes = check_layout(recipe, self.config, count, rank)
         self.checkpoints = Checkpoints(self.folder, training.keep_checkpoints, training.ddp_timeout)
-        self.micro_batch_size = training.micro_batch_size or training.batch_size // self.layout.data_share[1]
+        self.micro_batch_size = training.micro_batch_size or training.batch_size // self.processes.data_share[1]
         self.resume = resume
         with self.explaining_errors():
             # The `run.json` of the checkpoint to continue from.
@@ -156,13 +144,23 @@ class Run:
             self._load_data_and_model()
 
     def settings(self) -> dict[str, Any]:
+        """Returns what is saved in the record, and in `results.json`."""
         return self.recipe.resolved()
 
-    def config(self) -> Any:
-        return build_config(self.recipe)
+    def build_config(self) -> Any:
+        """Returns the model's configuration, before its vocabulary is known; raises Refused with all problems."""
+        problems = [f"data.{problem}" for problem in file_problems(self.recipe.data, self.data_dir)]
+        try:
+            config = build_config(self.recipe)
+        except Refused as error:
+            problems = [*error.problems, *problems]
+        if problems:
+            raise Refused(*problems)
+        return config
 
     def build_model(self) -> Any:
-        return build_model(self.recipe, build_config(self.recipe, self.data.tokenizer))
+        set_vocabulary(self.config, self.recipe, self.data.tokenizer)
+        return build_model(self.config, self.recipe.training)
 
     def build_optimizer(self) -> tuple[torch.optim.Optimizer, Any]:
         return build_optimizer(self.whole_model, self.recipe.training)
@@ -182,16 +180,16 @@ class Run:
         # The model without a data-parallel wrapper, and the model to train.
         self.whole_model = self.build_model()
         self.parameters = count_parameters(self.whole_model)
-        self.model = distribute(self.whole_model, self.layout, self.accelerator, training)
+        self.model = distribute(self.whole_model, self.processes, self.accelerator, training)
         self.optimizer, self.scheduler = self.build_optimizer()
         self.say(
             f"{self.parameters:,} parameters, {training.steps:,} steps on {self.accelerator.device}"
-            + (f", {self.layout}" if self.accelerator.num_processes > 1 else "")
+            + (f", {self.processes}" if self.accelerator.num_processes > 1 else "")
         )
 
     def say(self, message: str) -> None:
         """Prints a line about the run, once for all processes, to standard error."""
-        if self.accelerator.is_main_process:
+        if self.processes.is_first:
             print(f"{self.recipe.name}: {message}", file=sys.stderr, flush=True)
 
     @contextlib.contextmanager
@@ -231,12 +229,12 @@ class Run:
             self._load_checkpoint()
         self.write_settings()
         if self.recipe.training.trackers:
-            self.accelerator.init_trackers(self.recipe.name, config={"recipe": json.dumps(self.recipe.resolved())})
+            self.accelerator.init_trackers(self.recipe.name, config={"recipe": json.dumps(self.settings())})
         self.accelerator.wait_for_everyone()
 
     def write_settings(self) -> None:
         """Writes the settings into the folder, after deleting incomplete files of a killed run."""
-        if self.accelerator.is_main_process:
+        if self.processes.is_first:
             self.output.mkdir(parents=True, exist_ok=True)
             self.folder.remove_leftovers()
             with self.checkpoints.writing(self.output / self.record):
@@ -253,7 +251,7 @@ class Run:
             steps=training.steps,
             unit=unit,
             per_step=per_step,
-            is_first=self.accelerator.is_main_process,
+            is_first=self.processes.is_first,
         )
         batches = self.batches()
         started, waited = time.monotonic() - self.seconds, 0.0
@@ -314,8 +312,8 @@ class Run:
         default = 2 if on_gpu else int(data.streaming)
         options = {"workers": default if data.workers is None else data.workers, "pin_memory": on_gpu}
         if data.streaming:
-            return batches.loader(self.layout.data_share, **options)
-        return batches.loader(self.layout.data_share, range(self.step, self.recipe.training.steps), **options)
+            return batches.loader(self.processes.data_share, **options)
+        return batches.loader(self.processes.data_share, range(self.step, self.recipe.training.steps), **options)
 
     def train_step(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Performs one step on this process's share of a batch, with `labels`.
@@ -325,12 +323,12 @@ class Run:
         self.model.train()
         # The loss is normalised by the number of predictions in the global batch, for any division of the batch.
         count = (batch["labels"][:, 1:] != IGNORED).sum()
-        predictions = int(self.sum(count))
+        predictions = int(self.processes.summed(count))
         rows = range(len(batch["labels"]))
         parts = [rows[i : i + self.micro_batch_size] for i in rows[:: self.micro_batch_size]]
         total = torch.zeros((), device=self.accelerator.device)
         for part in parts:
-            with accumulating(self.model, self.layout, self.accelerator, last=part is parts[-1]):
+            with accumulating(self.model, self.processes, self.accelerator, last=part is parts[-1]):
                 inputs = {
                     name: tensor[part.start : part.stop].to(self.accelerator.device, non_blocking=True)
                     for name, tensor in batch.items()
@@ -338,23 +336,16 @@ class Run:
                 loss = self.loss(inputs, predictions)
                 total += loss.detach()
                 # Data-parallel training averages gradients over processes, but the sum is needed here.
-                (loss * self.layout.data_share[1]).backward()
+                (loss * self.processes.data_share[1]).backward()
         norm = clip_gradients(self.whole_model.parameters(), self.recipe.training.clip_norm)
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad()
-        return self.sum(total), norm
+        return self.processes.summed(total), norm
 
     def loss(self, inputs: dict[str, torch.Tensor], predictions: int) -> torch.Tensor:
         """Returns the loss of a part of a batch: its share in the mean over this number of predictions."""
         return self.model(**inputs, num_items_in_batch=predictions, use_cache=False).loss
-
-    def sum(self, value: torch.Tensor) -> torch.Tensor:
-        """Returns the sum of a tensor over the shares of the batch."""
-        if self.accelerator.num_processes == 1:
-            return value
-        # Tensor-parallel processes have the same share.
-        return self.accelerator.reduce(value.to(self.accelerator.device), reduction="sum") / self.layout.tp
 
     def _check_divergence(self, loss: torch.Tensor, norm: torch.Tensor) -> dict[str, float]:
         """Returns both values; raises TrainingError if one is not finite, or the loss is far above that of guessing."""
@@ -381,7 +372,7 @@ class Run:
         improved = keep == "best" and (self.best is None or loss < self.best["validation_loss"])
         if improved:
             self.best = {"step": self.step, "validation_loss": loss}
-        if self.accelerator.is_main_process:
+        if self.processes.is_first:
             shown = ("token_error", "bits_per_byte", "loss", "perplexity")
             report = ", ".join(f"{name} {scores[name]:.4f}" for name in shown if name in scores)
             progress.bar.write(f"{self.recipe.name} step {self.step}: validation {report}")
@@ -390,7 +381,7 @@ class Run:
 
     def log(self, values: dict[str, float]) -> None:
         """Appends a line to `metrics.jsonl`, and logs to the trackers."""
-        if self.accelerator.is_main_process:
+        if self.processes.is_first:
             path = self.output / "metrics.jsonl"
             with self.checkpoints.writing(path), path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": self.step, **values}) + "\n")
@@ -404,10 +395,10 @@ class Run:
         state = {
             "step": self.step,
             "seconds": self.seconds,
-            "layout": dataclasses.asdict(self.layout),
+            "layout": dataclasses.asdict(self.processes),
             "splits_sha256": self.data.splits_sha256,
             "random": gather_object([random_state(self.accelerator.device)]),
-            "streams": streams and streams[:: self.layout.tp],
+            "streams": streams and streams[:: self.processes.tp],
             "parameter_groups": parameter_groups(self.whole_model, self.optimizer),
             "best": self.best,
             **self.more_state(),
@@ -420,18 +411,18 @@ class Run:
 
     def _read_checkpoint(self, step: int | None) -> dict[str, Any] | None:
         """Returns what `Checkpoints.read` does, read by one process for all and checked by each."""
-        found: list[Any] = [None]
-        if self.accelerator.is_main_process:
+        found: Any = None
+        if self.processes.is_first:
             try:
-                found = [self.checkpoints.read(step)]
+                found = self.checkpoints.read(step)
             except TrainingError as error:
-                found = [error]
-        broadcast_object_list(found)
-        if isinstance(found[0], TrainingError):
-            raise found[0]
-        if found[0] is not None:
-            self._check_origin(found[0], f"the run in {str(self.output)!r} was trained")
-        return found[0]
+                found = error
+        found = self.processes.of_first(found)
+        if isinstance(found, TrainingError):
+            raise found
+        if found is not None:
+            self._check_origin(found, f"the run in {str(self.output)!r} was trained")
+        return found
 
     def _check_origin(self, state: dict[str, Any], made: str) -> None:
         """Raises a TrainingError, which begins with `made`, if the checkpoint cannot be continued here exactly."""
@@ -449,18 +440,18 @@ class Run:
             state = self.state
             self.step, self.seconds, self.best = state["step"], state["seconds"], state["best"]
             if self.recipe.data.streaming:
-                self.data.batches.load_state_dict(state["streams"], self.layout.data_share)
+                self.data.batches.load_state_dict(state["streams"], self.processes.data_share)
             folder = self.checkpoints.path_of(state)
             load_checkpoint(folder, self.whole_model, self.optimizer, self.scheduler, state)
             self.say(f"resuming after step {self.step:,}")
-            if {**state["layout"], "rank": None} == {**dataclasses.asdict(self.layout), "rank": None}:
+            if {**state["layout"], "rank": None} == {**dataclasses.asdict(self.processes), "rank": None}:
                 set_random_state(state["random"][self.accelerator.process_index], self.accelerator.device)
             else:
                 set_seed(self.recipe.seed + self.step)
                 self.say("resuming with another layout: random numbers of dropout differ")
         # Wait until all processes have read the checkpoint.
         self.accelerator.wait_for_everyone()
-        if self.accelerator.is_main_process:
+        if self.processes.is_first:
             self.checkpoints.remove([folder for folder in self.folder.checkpoints() if step_of(folder) > self.step])
             self._cut_metrics()
 
@@ -503,7 +494,7 @@ class Run:
         result = {}
         for name, tensor in weights(self.whole_model).items():
             full = whole(tensor)
-            if self.accelerator.is_main_process:
+            if self.processes.is_first:
                 result[name] = full.cpu()
         return result
 
@@ -514,7 +505,7 @@ class Run:
             # FSDP changes the class of a model.
             dtype = next(iter(state_dict.values())).dtype
             with torch.device("meta"):
-                model = FAMILIES[self.recipe.model["family"]]._from_config(model.config, dtype=dtype)
+                model = model_class(model.config)._from_config(model.config, dtype=dtype)
             model.generation_config = self.whole_model.generation_config
         model.save_pretrained(folder, state_dict=state_dict)
 
@@ -529,15 +520,15 @@ class Run:
         return {"unit": token_unit(self.data.tokenizer), "held_out": held_out_text(self.data, split, self.output)}
 
     def finish(self, arguments: list[str] | None = None) -> dict[str, Any]:
-        """Evaluates the last model, or the best one if the recipe keeps it, and saves it with results and card."""
+        """Evaluates the last model, or the best one if the recipe keeps it, and saves it with the results."""
         recipe, model = self.recipe, self.whole_model
         self.checkpoints.wait()
         if self.best is not None:
             self.checkpoints.load_best(model, self.best)
         scores = self.scores()
-        state_dict = self._full_weights() if self.layout.is_sharded else None
+        state_dict = self._full_weights() if self.processes.is_sharded else None
         results: dict[str, Any] = {}
-        if self.accelerator.is_main_process:
+        if self.processes.is_first:
             with self.checkpoints.writing(self.output), self.folder.draft() as draft:
                 self.save(draft, state_dict)
                 self.data.tokenizer.save_pretrained(draft)
@@ -551,7 +542,7 @@ class Run:
                     "parameters": self.parameters,
                     "seconds": self.seconds,
                     "processes": self.accelerator.num_processes,
-                    **({"layout": str(self.layout)} if self.layout.is_sharded else {}),
+                    **({"layout": str(self.processes)} if self.processes.is_sharded else {}),
                     "device": str(self.accelerator.device),
                     "text_sha256": self.data.splits_sha256["train"],
                     **self.more_results(),
@@ -560,7 +551,6 @@ class Run:
                     **provenance(self.command, arguments),
                 }
                 write_json(draft / "results.json", results)
-                write_card(draft, name=self.output.resolve().name)
         # All processes must still exist: gloo can wait forever for one that has ended.
         del model, self.whole_model, self.model, self.optimizer
         self.accelerator.free_memory()

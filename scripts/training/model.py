@@ -8,11 +8,11 @@ import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import PreTrainedTokenizerBase, get_scheduler
 
-from whatwhere.position_registry import max_length
+from whatwhere.position_plan import max_length
 
-from ..checks import Refused
-from ..conversion import FAMILIES
 from ..data.pack import IGNORED
+from ..errors import Refused
+from ..families import FAMILIES, model_class
 from .distributed import by_mesh, decoder_layers
 from .recipe import Recipe, TrainingRecipe, model_problem
 
@@ -20,34 +20,36 @@ from .recipe import Recipe, TrainingRecipe, model_problem
 def build_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None = None) -> Any:
     """Builds the configuration of the recipe's model.
 
-    Fields not in `model` are derived: the vocabulary and the special tokens from `tokenizer`, and
+    Fields not in `model` are derived: the vocabulary from `tokenizer`, as by `set_vocabulary`, and
     `max_position_embeddings` from `data.sequence_length`, or from the longest sample of a test set if it is longer.
     """
     fields = dict(recipe.model)
-    family = fields.pop("family")
     length = recipe.data.longest_input()
     if not {"max_position_embeddings", "n_positions"} & set(fields):
         fields["max_position_embeddings"] = length
-    if tokenizer is not None:
-        fields = {
-            "vocab_size": len(tokenizer),
-            "bos_token_id": tokenizer.bos_token_id,
-            "eos_token_id": tokenizer.eos_token_id,
-            "pad_token_id": tokenizer.pad_token_id,
-            **fields,
-        }
-        if not isinstance(fields["vocab_size"], int) or fields["vocab_size"] < len(tokenizer):
-            key = "task" if recipe.data.source == "task" else "tokenizer"
-            raise Refused(
-                f"model.vocab_size={fields['vocab_size']!r} is not valid: data.{key}={getattr(recipe.data, key)!r} has "
-                f"{len(tokenizer)} tokens."
-            )
-    if problem := model_problem({"family": family, **fields}):
+    if problem := model_problem(fields):
         raise Refused(problem)
-    config = FAMILIES[family].config_class(**fields)
+    config = FAMILIES[fields.pop("family")].config_class(**fields)
     is_longer = length > recipe.data.sequence_length
     check_length(config, length, "the longest sample of data.test_sets" if is_longer else "data.sequence_length")
+    if tokenizer is not None:
+        set_vocabulary(config, recipe, tokenizer)
     return config
+
+
+def set_vocabulary(config: Any, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Gives a configuration the tokenizer's size and special tokens, except for fields that the recipe sets."""
+    fields = {"vocab_size": len(tokenizer)}
+    fields |= {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    for name, value in fields.items():
+        if name not in recipe.model:
+            setattr(config, name, value)
+    if config.vocab_size < len(tokenizer):
+        key = "task" if recipe.data.source == "task" else "tokenizer"
+        raise Refused(
+            f"model.vocab_size={config.vocab_size!r} is not valid: data.{key}={getattr(recipe.data, key)!r} has "
+            f"{len(tokenizer)} tokens."
+        )
 
 
 def check_length(config: Any, length: int, field: str) -> None:
@@ -59,9 +61,9 @@ def check_length(config: Any, length: int, field: str) -> None:
         )
 
 
-def build_model(recipe: Recipe, config: Any) -> Any:
-    model = FAMILIES[recipe.model["family"]](config)
-    prepare_model(model, recipe.training)
+def build_model(config: Any, training: TrainingRecipe) -> Any:
+    model = model_class(config)(config)
+    prepare_model(model, training)
     return model
 
 

@@ -18,10 +18,11 @@ from transformers.modeling_utils import local_torch_dtype
 
 from whatwhere import attention_triton
 
-from ..checks import Refused
 from ..data.tokenize import build_tokenizer
+from ..errors import Refused
+from ..processes import Processes
 from ..toy_tasks.common import build_tokenizer as build_task_tokenizer
-from .distributed import Layout, check_layout, decoder_layers
+from .distributed import check_layout, decoder_layers
 from .flops import Scalars, flops_per_token
 from .model import build_config, build_model, build_optimizer
 from .recipe import Recipe
@@ -58,7 +59,7 @@ class Memory:
 class Plan:
     """What a recipe needs."""
 
-    layout: Layout
+    layout: Processes
     # Sequences that a device takes at a time, and how many times it does so in a step.
     rows: int
     parts: int
@@ -82,7 +83,7 @@ def plan(recipe: Recipe, devices: int = 1) -> Plan:
     share = training.batch_size // layout.data_share[1]
     rows = training.micro_batch_size or share
     with FakeTensorMode():
-        model = build_model(recipe, config)
+        model = build_model(config, training)
     embeddings = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
     return Plan(
         layout=layout,
@@ -126,7 +127,7 @@ def _local_config(config: Any, tp: int) -> Any:
     return type(config)(**fields)
 
 
-def _memory(recipe: Recipe, config: Any, layout: Layout, rows: int, *, accumulates: bool) -> Memory:
+def _memory(recipe: Recipe, config: Any, layout: Processes, rows: int, *, accumulates: bool) -> Memory:
     """Returns the memory of a device when it is largest, in the second or a later step.
 
     Both passes of a step run on tensors without memory, and `Tracker` records which of them exist at a time. The
@@ -140,7 +141,7 @@ def _memory(recipe: Recipe, config: Any, layout: Layout, rows: int, *, accumulat
     size = 2 if bf16 and fsdp else 4
     with FakeTensorMode(), _kernels():
         with local_torch_dtype(torch.bfloat16 if size == 2 else torch.float32):
-            model = build_model(recipe, _local_config(config, layout.tp)).train()
+            model = build_model(_local_config(config, layout.tp), training).train()
         forward = model
         if bf16 and not fsdp:
             forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
@@ -275,14 +276,14 @@ def estimate_seconds(recipe: Recipe) -> float | None:
         config = build_config(recipe)
     rows, length = training.micro_batch_size or training.batch_size, data.sequence_length
     with torch.device("meta"):
-        parameters = sum(parameter.numel() for parameter in build_model(recipe, config).parameters())
+        parameters = sum(parameter.numel() for parameter in build_model(config, training).parameters())
     if device.type == "cpu":
         rows = min(rows, int(_LARGEST / (6 * parameters * length)))
         if not rows:
             return None
     # Leaves the random state unchanged.
     with torch.random.fork_rng(devices=[]):
-        model = build_model(recipe, config).to(device)
+        model = build_model(config, training).to(device)
         optimizer, _ = build_optimizer(model, training)
         tokens = torch.randint(config.vocab_size, (rows, length)).to(device)
         forward, update = float("inf"), float("inf")

@@ -10,9 +10,10 @@ from pydantic import Field
 
 from whatwhere.position_base import suggest
 
-from ..checks import Checked, Count, Fraction, NotNegative, NotNegativeFloat, Positive, Refused, parse
-from ..conversion import FAMILIES
+from ..checks import Checked, Count, Fraction, NotNegative, NotNegativeFloat, Positive, parse
 from ..data.source import MixedText, TextSource
+from ..errors import Refused
+from ..families import FAMILIES
 from ..toy_tasks.common import shape
 from ..toy_tasks.registry import TASKS, task_config
 
@@ -21,20 +22,47 @@ Schedule = Literal["cosine", "linear", "constant"]
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 
 
-class DataRecipe(TextSource):
-    """The data and their tokenisation; see `TextSource`, `build_tokenizer` and `Packer`.
+class RunText(TextSource):
+    """The text of a run.
 
     With `source` "mixture", training sequences are drawn from the texts of `mixture` by their weights, see
     `MixedBatches`. Held-out data are those of all texts.
+    """
+
+    source: Literal["stdlib", "hub", "local", "corpus", "mixture"] = "stdlib"  # type: ignore[assignment]
+    mixture: Mixture | None = None
+    shuffle_buffer: Count = 1000
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        yield from super().problems()
+        if self.source == "mixture" and self.mixture is None:
+            yield "mixture", "source='mixture' needs a list of texts with weights"
+        if self.source != "mixture" and self.mixture is not None:
+            yield "source", "with data.mixture, it must be 'mixture'"
+        for number, text in enumerate(self.texts() if self.mixture and self.streaming else ()):
+            for name, reason in TextSource.problems(text):
+                yield "streaming", f"data.mixture[{number}].{name}: {reason}"
+
+    def texts(self) -> list[TextSource]:
+        if self.mixture is None:
+            return [self]
+        return [text.model_copy(update={"streaming": self.streaming}) for text in self.mixture]
+
+    def weights(self) -> list[float]:
+        """Returns the share of each text in the training sequences; their sum is 1."""
+        weights = [text.weight for text in self.mixture or ()] or [1.0]
+        return [weight / sum(weights) for weight in weights]
+
+
+class DataRecipe(RunText):
+    """The data and their tokenisation; see `TextSource`, `build_tokenizer` and `Packer`.
 
     With `source` "task", the data are samples of a toy task, defined by `task` and the keys after it; see `TaskConfig`,
     `TaskSamples` and `ShuffledBatches`.
     """
 
     source: Literal["stdlib", "hub", "local", "corpus", "mixture", "task"] = "stdlib"  # type: ignore[assignment]
-    mixture: Mixture | None = None
     sequence_length: Annotated[int, Field(ge=2)]
-    shuffle_buffer: Count = 1000
     # Processes that read batches ahead; by default 2 on a GPU; on a CPU 0, or 1 for a stream.
     workers: NotNegative | None = None
     tokenizer: str = "bytes"
@@ -60,24 +88,6 @@ class DataRecipe(TextSource):
             yield "pack", f"tokenizer={self.tokenizer!r} has no token that ends a document. Allowed: 'separate'"
         if self.tokenizer == "bpe" and self.streaming:
             yield "streaming", "tokenizer='bpe' is trained on the whole training split"
-
-        if self.source == "mixture" and self.mixture is None:
-            yield "mixture", "source='mixture' needs a list of texts with weights"
-        if self.source != "mixture" and self.mixture is not None:
-            yield "source", "with data.mixture, it must be 'mixture'"
-        for number, text in enumerate(self.texts() if self.mixture and self.streaming else ()):
-            for name, reason in TextSource.problems(text):
-                yield "streaming", f"data.mixture[{number}].{name}: {reason}"
-
-    def texts(self) -> list[TextSource]:
-        if self.mixture is None:
-            return [self]
-        return [text.model_copy(update={"streaming": self.streaming}) for text in self.mixture]
-
-    def weights(self) -> list[float]:
-        """Returns the share of each text in the training sequences; their sum is 1."""
-        weights = [text.weight for text in self.mixture or ()] or [1.0]
-        return [weight / sum(weights) for weight in weights]
 
     def task_config(self, *, seed: int = 0, test_set: str | None = None) -> Any:
         """Returns the task's `TaskConfig` with the parameters of training, or of a test set."""
@@ -186,16 +196,21 @@ class EvaluationRecipe(Checked):
             yield "keep", "it needs every"
 
 
-class Recipe(Checked):
-    """The settings of a run. `model` has `family` (`llama` or `gpt2`) and the fields of that family's configuration."""
+class RunSettings(Checked):
+    """What the training loop needs to know of any run, beside its model."""
 
     name: str
     data: DataRecipe
-    model: dict
     training: TrainingRecipe
     evaluation: EvaluationRecipe = EvaluationRecipe()
     distributed: DistributedRecipe = DistributedRecipe()
     seed: NotNegative = 0
+
+
+class Recipe(RunSettings):
+    """The settings of `train`; `model` has `family` (`llama` or `gpt2`) and fields of that family's configuration."""
+
+    model: dict
 
     def problems(self) -> Iterator[tuple[str, str]]:
         # It is used as a folder name.
@@ -238,6 +253,8 @@ IMMATERIAL = {
     "activation_checkpointing",
     "dp_shard",
     "save_every",
+    # Of earlier versions; without `distill_from` it had no effect.
+    "distill",
 }
 _TASK_KEYS = ("task", "task_parameters", "test_sets", "test_samples", "train_samples", "loss")
 

@@ -25,8 +25,9 @@ import yaml
 from filelock import FileLock, Timeout
 
 from ..checks import differences
-from ..evaluation.results import check_writable, write_json, write_text
-from .errors import TrainingError
+from ..errors import TrainingError
+from ..processes import is_first_process
+from ..writing import check_writable, write_json, write_text
 from .recipe import IMMATERIAL
 
 LOCK, OWNER, DRAFT = ".lock", ".lock.json", ".final"
@@ -157,7 +158,7 @@ class RunFolder:
         The lock file stays in the folder: if it were deleted, two later processes could lock two files of this name.
         """
         check_writable(self.path)
-        if int(os.environ.get("RANK", "0")):
+        if not is_first_process():
             yield
             return
         folder = self.path.resolve()

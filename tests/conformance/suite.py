@@ -25,7 +25,7 @@ from transformers import (
 from transformers_tests import test_fsdp_mixin, test_modeling_common, test_tensor_parallel_mixin, test_training_mixin
 
 import whatwhere
-from whatwhere.position_registry import supported_implementations
+from whatwhere.attention_choice import supported_implementations
 
 # Tests that start several processes run for a few of the library's model types only. Here: for all (None) or none.
 _types: set | None = None if os.environ.get("CONFORMANCE_DISTRIBUTED") else set()

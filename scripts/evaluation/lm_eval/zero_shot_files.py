@@ -1,6 +1,7 @@
 """Data of the zero-shot tasks: the questions of CBT, and local files in place of the Hub's data sets.
 
-The YAML files in this folder name these functions; lm-eval loads this file by its path, without the package.
+The YAML files in this folder name these functions; lm-eval loads this file by its path, not as a part of the
+package, so that it imports the package by its name.
 
 The folder of local files is set by `--metadata '{"data_dir": "data"}'` on lm-eval's command line, else by
 WHATWHERE_DATA_DIR. Its files are in the format of their authors unless noted:
@@ -33,10 +34,12 @@ import zlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+# Not the models: lm-eval loads this file for a list of tasks, too.
+from whatwhere.scripts.data.folder import DATA_DIR_VARIABLE, data_folder
+
 if TYPE_CHECKING:
     import datasets
 
-DATA_DIR_VARIABLE = "WHATWHERE_DATA_DIR"
 BLANK = "XXXXX"
 
 FILES = {
@@ -115,19 +118,19 @@ def read_cbt(text: str) -> list[dict[str, Any]]:
     return rows
 
 
-def data_folder(data_dir: str | os.PathLike[str] | None = None) -> pathlib.Path:
-    """Returns the folder of local data sets: `data_dir`, else WHATWHERE_DATA_DIR."""
-    name = data_dir or os.environ.get(DATA_DIR_VARIABLE)
-    if not name or not os.path.isdir(name):
+def _folder(data_dir: str | os.PathLike[str] | None) -> pathlib.Path:
+    """Returns the folder of local data sets; raises ValueError if it is not given."""
+    folder = data_folder(data_dir)
+    if folder is None:
         raise ValueError(
-            f"data_dir={str(name)!r} is not a folder: set {DATA_DIR_VARIABLE}, or data_dir by lm-eval's --metadata "
+            f"no data_dir is given: set {DATA_DIR_VARIABLE}, or data_dir by lm-eval's --metadata "
             """'{"data_dir": "data"}'."""
         )
-    return pathlib.Path(name)
+    return folder
 
 
 def _read(name: str, data_dir: str | None) -> str:
-    path = data_folder(data_dir) / name
+    path = _folder(data_dir) / name
     try:
         content = path.read_bytes()
         return (gzip.decompress(content) if path.suffix == ".gz" else content).decode()
@@ -166,7 +169,7 @@ def _paradigms(data_dir: str) -> dict[str, list[dict[str, Any]]]:
 
 def blimp(paradigm: str, data_dir: str | None = None, **_: Any) -> datasets.DatasetDict:
     """Returns one of BLiMP's 67 paradigms with columns of nyu-mll/blimp: `sentence_good`, `sentence_bad`."""
-    return _split("train", _paradigms(str(data_folder(data_dir)))[paradigm])
+    return _split("train", _paradigms(str(_folder(data_dir)))[paradigm])
 
 
 def cbt(word_class: str, data_dir: str | None = None, **_: Any) -> datasets.DatasetDict:

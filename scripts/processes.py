@@ -1,7 +1,8 @@
-"""Evaluation in several processes, started by torchrun or accelerate: each has the whole model and a share of the work.
+"""The processes of a command, started by torchrun or accelerate, and the division of the work among them.
 
-There is no communication in forward passes: the processes add their results once for each measurement, in float64.
-Shares may be uneven or empty. Only the first process writes files and prints.
+In an evaluation each process has the whole model and a share of the work. There is no communication in forward passes:
+the processes add their results once for each measurement, in float64. Shares may be uneven or empty. Only the first
+process writes files and prints. For the division of a training run see `training/distributed.py`.
 """
 
 import dataclasses
@@ -20,28 +21,56 @@ _VARIABLES = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclasses.dataclass(frozen=True)
 class Processes:
-    """The processes of an evaluation; by default one."""
+    """The processes, by default one, and this one's `rank`; their number is the product of the sizes.
 
+    Attributes:
+        dp_replicate: copies of the model, each of which gets a share of the data.
+        dp_shard: the processes that share a copy by FSDP, each with a share of the data.
+        tp: the processes that share a copy by tensor parallelism, with the same data.
+    """
+
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    tp: int = 1
     rank: int = 0
-    count: int = 1
+
+    def __str__(self) -> str:
+        return f"dp_replicate {self.dp_replicate}, dp_shard {self.dp_shard}, tp {self.tp}"
+
+    @property
+    def count(self) -> int:
+        return self.dp_replicate * self.dp_shard * self.tp
 
     @property
     def is_first(self) -> bool:
         """Whether this process writes and prints."""
         return self.rank == 0
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether a process has only a part of the weights."""
+        return self.dp_shard * self.tp > 1
+
+    @property
+    def data_share(self) -> tuple[int, int]:
+        """The index of this process's share of the data, and the number of shares."""
+        return self.rank // self.tp, self.dp_replicate * self.dp_shard
+
     def share(self, items: Sequence[T]) -> Sequence[T]:
-        """Returns this process's items: every `count`-th."""
-        return items[self.rank :: self.count]
+        """Returns this process's share of the items, which lie at equal distances."""
+        index, shares = self.data_share
+        return items[index::shares]
 
     def summed(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns the sum of the tensors of all processes, which all call this."""
+        """Returns the sum of the tensors of all shares of the data; all processes call this."""
         if self.count == 1:
             return values
         from accelerate import PartialState
         from accelerate.utils import reduce
 
-        return reduce(values.to(PartialState().device), "sum").to(values.device)
+        total = reduce(values.to(PartialState().device), "sum").to(values.device)
+        # Tensor-parallel processes have the same share.
+        return total if self.tp == 1 else total / self.tp
 
     def joined(self, results: Sequence[T], count: int) -> list[T]:
         """Returns the results of `count` items from those of all processes for their shares; all call this."""
@@ -49,7 +78,7 @@ class Processes:
             return list(results)
         from accelerate.utils import gather_object
 
-        every = dict(gather_object(list(zip(range(count)[self.rank :: self.count], results))))
+        every = dict(gather_object(list(zip(self.share(range(count)), results))))
         return [every[item] for item in range(count)]
 
     def of_first(self, value: Any) -> Any:
@@ -63,6 +92,11 @@ class Processes:
 
 # One process.
 ALONE = Processes()
+
+
+def is_first_process() -> bool:
+    """Returns whether this is the first of the processes that a launcher started, which need not have joined yet."""
+    return int(os.environ.get("RANK", "0")) == 0
 
 
 def join(device: str | None) -> Processes:
@@ -91,34 +125,4 @@ def join(device: str | None) -> Processes:
 
     # A process may wait long for one with more work, or slower hardware; launchers notice those that end.
     state = PartialState(cpu=device == "cpu", timeout=datetime.timedelta(days=7))
-    return Processes(state.process_index, state.num_processes)
-
-
-def scorer(processes: Processes, *arguments: Any, **options: Any) -> Any:
-    """Returns lm-eval's `HFLM`, with the requests divided among the processes; each process gets all answers.
-
-    lm-eval's own division fails if a task has fewer questions than processes, and on CPUs it does not divide.
-    """
-    from lm_eval.models.huggingface import HFLM
-
-    class Scorer(HFLM):
-        # Requests (of all processes) that were too long.
-        truncated = 0
-
-        def _loglikelihood_tokens(
-            self, requests: Any, disable_tqdm: bool = False, override_bs: int | None = None
-        ) -> list[tuple[float, bool]]:
-            self.truncated += sum(len(start) + len(end) > self.max_length + 1 for _, start, end in requests)
-            mine, quiet = processes.share(requests), disable_tqdm or not processes.is_first
-            answers = super()._loglikelihood_tokens(mine, quiet, override_bs) if mine else []
-            return processes.joined(answers, len(requests))
-
-        def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
-            mine = processes.share(requests)
-            answers = super().generate_until(mine, disable_tqdm or not processes.is_first) if mine else []
-            return processes.joined(answers, len(requests))
-
-    model = Scorer(*arguments, **options)
-    # lm-eval divides nothing.
-    model._rank, model._world_size = 0, 1
-    return model
+    return Processes(state.num_processes, rank=state.process_index)

@@ -1,7 +1,4 @@
-"""Gives a pretrained model another position encoding and keeps as much of it as possible; see `commands/convert.py`.
-
-Sources are checkpoints of ours, and stock Llama, Qwen2, Qwen3 and GPT-2. Qwen's weights get the names of the Llama
-family: Qwen2 has biases on q, k and v (`attention_bias`), Qwen3 norms of queries and keys (`qk_norm`).
+"""Gives a pretrained model another position encoding and keeps as much of it as possible.
 
 New parameters start as in a new model: CoPE's table at zero, so that `cope+rope` computes what the source computes.
 For layers that change from RoPE to PoPE, the channels of queries and keys are reordered. RoPE rotates the channels
@@ -15,112 +12,20 @@ Axes: H query heads, G key heads, D head dim, E hidden size, R polar channels.
 """
 
 import copy
-import json
-import os
-import re
-from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import ModelCard
-from huggingface_hub.errors import HfHubHTTPError
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.utils import cached_file, logging
+from transformers.utils import logging
 
-from whatwhere import WhatWhereGPT2ForCausalLM, WhatWhereLlamaConfig, WhatWhereLlamaForCausalLM
 from whatwhere.configuration.configuration_common import kept_parameters
 from whatwhere.position_base import head_dim
-from whatwhere.position_registry import layer_plan
+from whatwhere.position_plan import layer_plan
 from whatwhere.position_rope import check_rope_parameters
-
-from .evaluation.checkpoints import checked_loading
 
 logger = logging.get_logger(__name__)
 
-# The class that reads a family's checkpoints, stock ones and ours.
-FAMILIES: dict[str, Any] = {"gpt2": WhatWhereGPT2ForCausalLM, "llama": WhatWhereLlamaForCausalLM}
-# The file in a converted folder that lists the parameters that are new.
-RECORD = "conversion.json"
 # Keys of `rope_parameters`: those that a new scaling does not change; the length before scaling.
 _UNSCALED, _ORIGINAL = ("rope_theta", "partial_rotary_factor"), "original_max_position_embeddings"
-# Fields of Qwen's configurations that say which layers have a sliding window.
-# What quantised weights have beside their integers.
-_PARTS = re.compile("scale|SCB|absmax|quant|zero")
-_WINDOWS = ("layer_types", "max_window_layers", "sliding_window", "use_sliding_window")
-
-
-def load_source(source: str, field: str = "checkpoint") -> Any:
-    """Loads a folder or a Hub id as a model of ours with its own position encoding, dtype and logits.
-
-    Args:
-        field: where the source is from, for errors.
-    """
-    with checked_loading(source, field):
-        config = AutoConfig.from_pretrained(source)
-    if (quantization := getattr(config, "quantization_config", None)) is not None:
-        raise _quantised(source, field, f"quant_method={quantization.get('quant_method')!r}")
-    if config.dtype is not None and config.dtype.itemsize < 2:
-        raise _quantised(source, field, f"dtype={config.dtype}")
-    if family := FAMILIES.get(config.model_type.removeprefix("whatwhere_")):
-        return _load(family, source, field)
-    if config.model_type not in ("qwen2", "qwen3"):
-        kinds = ", ".join(map(repr, (*FAMILIES, *(f"whatwhere_{name}" for name in FAMILIES), "qwen2", "qwen3")))
-        raise ValueError(f"{field}={source!r} is not valid: its model_type is {config.model_type!r}. Allowed: {kinds}.")
-    if "sliding_attention" in (config.layer_types or ()):
-        raise ValueError(f"{field}={source!r} is not valid: it has layers with a sliding window.")
-    stock = _load(AutoModelForCausalLM, source, field)
-    fields = {key: value for key, value in config.to_dict().items() if key not in _WINDOWS}
-    weights = stock.state_dict()
-    fields["model_type"] = "llama"
-    if config.model_type == "qwen3":
-        fields |= {"qk_norm": True, "qk_norm_eps": config.rms_norm_eps}
-    else:
-        fields["attention_bias"] = True
-        for index in range(config.num_hidden_layers):
-            name = f"model.layers.{index}.self_attn.o_proj"
-            weights[f"{name}.bias"] = torch.zeros_like(weights[f"{name}.weight"][:, 0])
-    for name in [name for name in weights if name.endswith(("q_norm.weight", "k_norm.weight"))]:
-        heads = config.num_attention_heads if "q_norm" in name else config.num_key_value_heads
-        ours = name.replace(".q_norm.", ".options.query_norm.").replace(".k_norm.", ".options.key_norm.")
-        weights[ours] = weights.pop(name).expand(heads, -1).clone()
-    model = WhatWhereLlamaForCausalLM._from_config(WhatWhereLlamaConfig.from_dict(fields), dtype=stock.dtype)
-    model.load_state_dict(weights)
-    model.generation_config = stock.generation_config
-    model.config._name_or_path = source
-    return model
-
-
-def _load(cls: Any, source: str, field: str) -> Any:
-    with checked_loading(source, field):
-        model, report = cls.from_pretrained(source, dtype="auto", output_loading_info=True)
-    if report["missing_keys"]:
-        missing = ", ".join(sorted(report["missing_keys"]))
-        raise ValueError(f"{field}={source!r} is not valid: it is no causal language model, it has no {missing}.")
-    # A configuration does not always tell.
-    if parts := sorted(name for name in report["unexpected_keys"] if _PARTS.search(name.rpartition(".")[2])):
-        raise _quantised(source, field, f"it has {parts[0]!r}")
-    return model
-
-
-def _quantised(source: str, field: str, what: str) -> ValueError:
-    return ValueError(
-        f"{field}={source!r} is not valid: its weights are quantised ({what}), which conversion and fine-tuning do not "
-        "support. Give the checkpoint that they were made from."
-    )
-
-
-def card_metadata(source: str) -> dict[str, Any]:
-    """Returns `base_model` and the keys of the licence in a checkpoint's card."""
-    local = os.path.isdir(source)
-    path = os.path.join(source, "README.md") if local else source
-    known: dict[str, Any] = {}
-    if not local or os.path.isfile(path):
-        try:
-            known = ModelCard.load(path, ignore_metadata_errors=True).data.to_dict()
-        except (OSError, ValueError, HfHubHTTPError) as error:
-            logger.warning(f"The card of {source!r} cannot be read, so its licence is not known: {error}")
-    keys = ("base_model", "license", "license_name", "license_link")
-    return {key: known[key] for key in keys if isinstance(known.get(key), (str, list))}
 
 
 def convert(
@@ -200,24 +105,6 @@ def _scaling(old: Any, given: dict[str, Any]) -> dict[str, Any]:
     elif before.get("rope_type") == "yarn":
         length = original
     return {"rope_parameters": rope, "max_position_embeddings": length}
-
-
-def fit_tokenizer(tokenizer: Any, model: Any) -> None:
-    """Gives a tokenizer that has a shorter length than a model (`model_max_length`) the model's."""
-    tokenizer.model_max_length = max(tokenizer.model_max_length, model.config.max_position_embeddings)
-
-
-def convert_checkpoint(source: str, *encoding: Any) -> tuple[Any, list[str], list[str]]:
-    """Loads a folder or a Hub id, and returns the same as `convert`; parameters that are new in the source stay new.
-
-    `encoding` are the arguments of `convert` after the model.
-    """
-    model, new, dropped = convert(load_source(source), *encoding)
-    optional = {f"_raise_exceptions_for_{kind}": False for kind in ("missing_entries", "connection_errors")}
-    record: Any = cached_file(source, RECORD, **optional)
-    known = json.loads(Path(record).read_text(encoding="utf-8"))["new_parameters"] if record else ()
-    new += [name for name, _ in model.named_parameters() if name in known and name not in new]
-    return model, new, dropped
 
 
 def _merged(kept: dict[str, Any] | None, given: dict[str, Any] | None) -> dict[str, Any]:

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from ..toy_tasks.common import TaskConfig
-from .pack import IGNORED, pad_blocks
+from ..data.pack import IGNORED, pad_blocks
+from .common import TaskConfig
 
 
 class TaskSamples:

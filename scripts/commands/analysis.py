@@ -27,12 +27,22 @@ from typing import Any
 
 from safetensors.torch import save_file
 
-from ..commands.common import add_own_text, command_parser
+from ..analysis import deltas, frequencies, maps, page, texts
 from ..evaluation.checkpoints import Loading, choose_device
-from ..evaluation.results import check_writable, provenance, write_json
-from . import common, deltas, frequencies, maps, page
+from ..evaluation.results import provenance
+from ..parsers import add_own_text, command_parser
+from ..writing import check_writable, write_json
 
 COMMAND = "analysis"
+
+
+def describe(checkpoint: str, config: Any) -> dict[str, Any]:
+    """Returns the entry of a checkpoint for a results file."""
+    return {
+        "name": pathlib.PurePath(checkpoint).name,
+        "model_type": config.model_type,
+        "position_encoding": getattr(config, "position_encoding", None),
+    }
 
 
 def parse_indices(text: str) -> list[int]:
@@ -48,23 +58,23 @@ def parse_indices(text: str) -> list[int]:
 
 def run_frequencies(options: argparse.Namespace, loading: Loading, origin: dict[str, Any]) -> str:
     """Writes `frequencies.json`, `.png` and `.svg`; returns the summary to print."""
-    texts, source = common.own_documents(options) or (common.sonnets(), common.SONNETS.name)
+    documents, source = texts.own_documents(options) or (texts.sonnets(), texts.SONNETS.name)
     entries = []
     for checkpoint in options.checkpoint:
         model = loading.model(checkpoint, loading.config(checkpoint))
-        found = frequencies.measure(model, loading.tokenizer(checkpoint), texts)
-        entries.append({**common.describe(checkpoint, model.config), **found})
-    content = {"texts": {"source": source, "count": len(texts)}, "checkpoints": entries, **origin}
+        found = frequencies.measure(model, loading.tokenizer(checkpoint, model.config), documents)
+        entries.append({**describe(checkpoint, model.config), **found})
+    content = {"texts": {"source": source, "count": len(documents)}, "checkpoints": entries, **origin}
     write_json(options.output / "frequencies.json", content)
     frequencies.draw(entries, options.output / "frequencies", text=source)
-    return f"{frequencies.table(entries)}\nText: {source}; documents: {len(texts)}."
+    return f"{frequencies.table(entries)}\nText: {source}; documents: {len(documents)}."
 
 
 def run_deltas(options: argparse.Namespace, loading: Loading, origin: dict[str, Any]) -> str:
     """Writes `deltas.json`, `.png` and `.svg`; returns the summary to print."""
     checkpoint = options.checkpoint[0]
     model = loading.model(checkpoint, loading.config(checkpoint))
-    entry = {**common.describe(checkpoint, model.config), **deltas.read(model)}
+    entry = {**describe(checkpoint, model.config), **deltas.read(model)}
     write_json(options.output / "deltas.json", {**entry, **origin})
     deltas.draw(entry, options.output / "deltas")
     return (
@@ -78,14 +88,14 @@ def run_maps(options: argparse.Namespace, loading: Loading, origin: dict[str, An
     if options.tokens < 2:
         raise ValueError(f"tokens={options.tokens!r} is not valid: it must be at least 2.")
     checkpoint = options.checkpoint[0]
-    article = [common.PROSE.read_text(encoding="utf-8")], common.PROSE.name
-    (text, *_), source = common.own_documents(options) or article
+    article = [texts.PROSE.read_text(encoding="utf-8")], texts.PROSE.name
+    (text, *_), source = texts.own_documents(options) or article
     model = loading.model(checkpoint, loading.config(checkpoint))
-    tokenizer = loading.tokenizer(checkpoint)
-    ids = common.encode(tokenizer, text, model.device)[:, : options.tokens]
-    tokens = common.token_texts(tokenizer, text)[: options.tokens]
+    tokenizer = loading.tokenizer(checkpoint, model.config)
+    ids = texts.encode(tokenizer, text, model.device)[:, : options.tokens]
+    tokens = texts.token_texts(tokenizer, text)[: options.tokens]
     found = maps.measure(model, ids, tokens, layers=options.layers, heads=options.heads)
-    about = common.describe(checkpoint, model.config)
+    about = describe(checkpoint, model.config)
     # First, since it can raise ValueError.
     content = page.page(found, name=about["name"], text=source)
     summary = found.summary()

@@ -1,4 +1,4 @@
-"""Causal attention in Triton: plain, with a decay (FoX, ALiBi), or with relative positions (Shaw et al., 1803.02155).
+"""Causal softmax attention in Triton, with a bias or without: FoX, ALiBi, relative positions (Shaw et al., 1803.02155).
 
 The kernels are those of `kernel_flash`; these are their operators. With relative positions the kernels read z[i, n] =
 scaling * q_i.e[n] for every distance n. PyTorch computes z, and from its gradient those of query and table, for a chunk
@@ -26,8 +26,8 @@ from .kernel_flash import (
     row_parts,
     row_products,
 )
+from .kernel_logits import check_bias, decay_argument, relative_argument, relative_gradients
 from .kernel_operator import Operator
-from .kernel_terms import check_added, decay_argument, relative_argument, relative_gradients
 
 # With relative positions a chunk is a multiple of so many rows.
 CHUNK_ROWS = 128
@@ -45,11 +45,11 @@ def _parts(
     size = query.shape[2] if table is None else chunk_rows(query, 8 * table.shape[0], CHUNK_ROWS)
     for rows, keys, options in row_parts(query, key, size, ranges=ranges, seed=seed, dropout=dropout):
         if table is None:
-            added = decay_argument(*(decay if row_decay is None else (row_decay, key_decay)))
+            logit_bias = decay_argument(*(decay if row_decay is None else (row_decay, key_decay)))
         else:
             positions = row_positions[:, rows], key_positions[:, keys]
-            added = relative_argument(query[:, :, rows], table, *positions, scaling, grad=grad)
-        yield rows, keys, {**options, "scaling": scaling, "added": added}
+            logit_bias = relative_argument(query[:, :, rows], table, *positions, scaling, grad=grad)
+        yield rows, keys, {**options, "scaling": scaling, "logit_bias": logit_bias}
 
 
 def _forward(tensors: Sequence[Any], scaling: float, dropout: float) -> Sequence[torch.Tensor]:
@@ -78,7 +78,7 @@ def _backward(
         part_query, part_key, part_value, _ = flash_backward(
             *(grad[:, :, rows], part, key[:, :, keys], value[:, :, keys], lse[:, :, rows], delta[:, :, rows]), **options
         )
-        from_relative = relative_gradients(options["added"], part, table, scaling)
+        from_relative = relative_gradients(options["logit_bias"], part, table, scaling)
         grad_query[:, :, rows] = part_query + from_relative[0]
         grad_table += from_relative[1]
         grad_key[:, :, keys] += part_key
@@ -122,7 +122,7 @@ def plain_attention(
         (B, H, Q, V) in the type of the query; 0 in rows that see nothing.
     """
     check_inputs(query, key, value, scaling, ranges, as_wide=False)
-    check_added(decay, relative, query, key)
+    check_bias(decay, relative, query, key)
     both, (table, *positions) = decay or (None, None), relative or (None, None, None)
     learned = any(one is not None and one.requires_grad for one in both)
     first = (query, key, value, *(both if learned else (None, None)), table)

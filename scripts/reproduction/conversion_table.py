@@ -8,7 +8,6 @@ Folders in OUTPUT/convert_small: `source`; `<system>-0` right after conversion; 
 """
 
 import dataclasses
-import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -17,14 +16,15 @@ from typing import Any
 
 from ...model_card import weights_fingerprint
 from ...position_base import suggest
-from ..commands import convert as convert_command
-from ..conversion import RECORD
+from ..cards.folder import card_of_run
+from ..conversion.folder import RECORD, convert_folder
 from ..evaluation.figures import log_perplexity, new_figure, save_figure
-from ..evaluation.results import markdown_table, provenance, read_json, write_json, write_text
+from ..evaluation.results import markdown_table, provenance, read_json
 from ..training import loop
-from ..training.finetune import Settings, finetune
+from ..training.finetune import FinetuneSettings, finetune
 from ..training.recipe import load_recipe
 from ..training.run_folder import RunFolder
+from ..writing import write_json, write_text
 from .measures import BOOKS, measure_lengths, measured
 
 RECIPE = "convert_small"
@@ -41,13 +41,7 @@ YARN = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings":
 
 @dataclasses.dataclass(frozen=True)
 class System:
-    """A row: the new encoding, and the settings of `finetune`.
-
-    Attributes:
-        attention: the share of the steps that train only attention, to give the source's outputs.
-        logits: whether the source's predictions are targets too.
-        percent: of the source's tokens.
-    """
+    """A row: the new encoding, and the learning rates of `finetune`."""
 
     label: str
     encoding: Any = "rope"
@@ -55,13 +49,11 @@ class System:
     rope: dict | None = None
     rate: float = 3e-4
     new_rate: float | None = None
-    attention: float = 0.0
-    logits: bool = False
-    percent: tuple[int, ...] = PERCENT
 
-    def steps(self, root: Path, name: str) -> dict[int, Path]:
-        """Returns the folders by percent, 0 right after conversion."""
-        return {percent: root / f"{name}-{percent}" for percent in (0, *self.percent)}
+
+def folders(root: Path, name: str) -> dict[int, Path]:
+    """Returns the folders of a system by percent, 0 right after conversion."""
+    return {percent: root / f"{name}-{percent}" for percent in (0, *PERCENT)}
 
 
 IDENTITY = {"magnitude": "identity"}
@@ -75,12 +67,6 @@ SYSTEMS = {
     "cope": System("CoPE", "cope", new_rate=1e-2),
     "plan-pope": System("RoPE, RoPE, PoPE without softplus, by layer", ["rope", "rope", "pope"], {"pope": IDENTITY}),
     "plan-none": System("RoPE, RoPE, none, by layer", ["rope", "rope", "none"]),
-    "pope-logits": System(
-        "PoPE without softplus, with the source's predictions", "pope", IDENTITY, logits=True, percent=(1, 3)
-    ),
-    "pope-attention": System(
-        "PoPE without softplus, attention first", "pope", IDENTITY, attention=0.25, percent=(1, 3)
-    ),
 }
 
 
@@ -88,55 +74,44 @@ def train(output: Path, systems: Sequence[str], data_dir: str | None) -> None:
     """Trains, converts and measures what is missing; interrupted runs are continued."""
     recipe, root = load_recipe(RECIPE), output / RECIPE
     source = root / "source"
-    loop.train(recipe, source, resume="auto", data_dir=data_dir)
+    with card_of_run(source):
+        loop.train(recipe, source, resume="auto", data_dir=data_dir)
     _measure(source, data_dir)
     for name in systems:
         system = SYSTEMS[name]
-        start, *others = system.steps(root, name).values()
+        start, *others = folders(root, name).values()
         if (record := start / RECORD).exists():
             if read_json(record)["source_weights_sha256"] != weights_fingerprint(source):
                 raise ValueError(f"output={str(output)!r} has conversions of another source: choose another folder.")
         else:
             shutil.rmtree(start, ignore_errors=True)
-            options = {"position-encoding-parameters": system.parameters, "rope-parameters": system.rope}
-            given = [f"--{key}={json.dumps(value)}" for key, value in options.items() if value is not None]
-            words = [str(source), f"--position-encoding={system.encoding}", *given, f"--output={start}"]
-            convert_command.main(words)
+            convert_folder(str(source), start, system.encoding, system.parameters, system.rope)
         _measure(start, data_dir)
-        for percent, trained in zip(system.percent, others):
-            _finetune(system, source, start, trained, percent, data_dir)
+        for percent, trained in zip(PERCENT, others):
+            _finetune(system, start, trained, percent, data_dir)
             _measure(trained, data_dir)
 
 
-def _finetune(system: System, source: Path, start: Path, output: Path, percent: int, data_dir: str | None) -> None:
+def _finetune(system: System, start: Path, output: Path, percent: int, data_dir: str | None) -> None:
     """Trains a converted model with a share of the source's tokens."""
     recipe = load_recipe(RECIPE)
     steps = recipe.training.steps * percent // 100
-    attention = round(system.attention * steps)
-    runs: list[tuple[Path, Path, dict[str, Any]]] = [
-        (start, output, {"steps": steps - attention, "learning_rate": system.rate})
-    ]
-    if attention:
-        before = output.with_name(f"{output.name}-attention")
-        settings: dict[str, Any] = {"steps": attention, "learning_rate": system.rate, "distill": "attention"}
-        runs = [(start, before, settings | {"distill_from": str(source)}), (before, *runs[0][1:])]
-    if system.logits:
-        runs[-1][2]["distill_from"] = str(source)
-    for checkpoint, folder, settings in runs:
-        own = Settings(
-            checkpoint=str(checkpoint),
-            data=TEXT,
-            # YaRN's configured length is that of the longer texts.
-            sequence_length=recipe.data.sequence_length,
-            evaluation_blocks=32,
-            batch_size=8,
-            accumulation=recipe.training.batch_size // 8,
-            warmup_steps=settings["steps"] // 10,
-            weight_decay=recipe.training.weight_decay,
-            new_learning_rate=system.new_rate,
-            **settings,
-        )
-        finetune(own, folder, resume="auto", data_dir=data_dir)
+    settings = FinetuneSettings(
+        checkpoint=str(start),
+        data=TEXT,
+        # YaRN's configured length is that of the longer texts.
+        sequence_length=recipe.data.sequence_length,
+        evaluation_blocks=32,
+        steps=steps,
+        batch_size=8,
+        accumulation=recipe.training.batch_size // 8,
+        learning_rate=system.rate,
+        new_learning_rate=system.new_rate,
+        warmup_steps=steps // 10,
+        weight_decay=recipe.training.weight_decay,
+    )
+    with card_of_run(output):
+        finetune(settings, output, resume="auto", data_dir=data_dir)
 
 
 def _measure(folder: Path, data_dir: str | None) -> None:
@@ -149,8 +124,8 @@ def collect(output: Path, systems: Sequence[str]) -> dict[str, Any]:
     source = output / RECIPE / "source"
     found_in = [("source", "the source", 0, source)]
     for name in systems:
-        steps = SYSTEMS[name].steps(output / RECIPE, name)
-        found_in += [(name, SYSTEMS[name].label, percent, folder) for percent, folder in steps.items()]
+        made = folders(output / RECIPE, name)
+        found_in += [(name, SYSTEMS[name].label, percent, folder) for percent, folder in made.items()]
     rows = []
     for name, label, percent, folder in found_in:
         found = {text["corpus"]: measured(folder, weights_fingerprint(folder), text) for text in TEXTS}
@@ -226,8 +201,8 @@ def main(options: Any, arguments: list[str] | None) -> None:
             raise ValueError(f"--rows {name!r} is not valid. {suggest(name, SYSTEMS)}")
     if options.dry_run:
         for name in systems:
-            steps = SYSTEMS[name].steps(options.output / RECIPE, name)
-            states = (f"{percent} % {RunFolder(folder).state()}" for percent, folder in steps.items() if percent)
+            trained = folders(options.output / RECIPE, name)
+            states = (f"{percent} % {RunFolder(folder).state()}" for percent, folder in trained.items() if percent)
             print(f"{name}: {', '.join(states)}")
         return
     if not options.report_only:

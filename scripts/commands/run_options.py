@@ -2,25 +2,13 @@
 
 import argparse
 import contextlib
-import json
 import pathlib
 import shlex
 import signal
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import yaml
-
-
-def command_parser(name: str, usage: str, description: str, **options: Any) -> argparse.ArgumentParser:
-    """Returns the parser of `whatwhere NAME`, whose help is at most 120 characters wide."""
-    return argparse.ArgumentParser(
-        prog=f"whatwhere {name}",
-        usage=f"whatwhere {name} {usage}",
-        description=description,
-        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=40, width=120),
-        **options,
-    )
+from ..parsers import add_validation_file
 
 
 def add_recipe(parser: argparse.ArgumentParser) -> None:
@@ -35,17 +23,6 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
     )
     add_validation_file(parser, "default: a part of --train-file")
     parser.add_argument("--data-dir", metavar="DIR", help="the folder of local data; default $WHATWHERE_DATA_DIR")
-
-
-def add_validation_file(parser: Any, default: str) -> None:
-    """Adds the option for own text to evaluate on; `default` says what is read without it."""
-    parser.add_argument("--validation-file", nargs="+", metavar="FILE", help=f"text to evaluate on; {default}")
-
-
-def add_own_text(parser: Any, default: str) -> None:
-    """Adds the options for own text of commands that do not train."""
-    add_validation_file(parser, default)
-    parser.add_argument("--text-field", metavar="NAME", help="column of the documents; default text")
 
 
 def recipe_of(options: argparse.Namespace) -> Any:
@@ -93,7 +70,7 @@ def is_resumed(options: argparse.Namespace) -> bool:
 @contextlib.contextmanager
 def continued(output: str, record: str, data_dir: str | None) -> Iterator[None]:
     """Adds the arguments that continue a run to its interruption. `record` is the name of its settings file."""
-    from ..training.errors import Interrupted
+    from ..errors import Interrupted
 
     try:
         yield
@@ -140,22 +117,3 @@ def _score_lines(word: str, results: Mapping[str, Any], scores: Mapping[str, Any
     names = {"loss": "loss", "perplexity": f"perplexity per {loss_unit(results)}", "bits_per_byte": "bits per byte"}
     found = ", ".join(f"{name} {scores[key]['value']:.4g}" for key, name in names.items() if key in scores)
     yield f"{word}{text_of(results['data'])}: {found or 'the loss is not finite'}"
-
-
-def json_value(text: str) -> Any:
-    """Returns the value of an option in JSON; an `argparse` type."""
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not valid JSON: {error}") from error
-    if value is None:
-        raise argparse.ArgumentTypeError("null is not valid: leave the option out for its default")
-    return value
-
-
-def name_or_list(text: str) -> Any:
-    """Returns a name, or the list in a text such as `[rope, cope]` (YAML or JSON); an `argparse` type."""
-    try:
-        return yaml.safe_load(text) if text.lstrip().startswith("[") else text
-    except yaml.YAMLError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a valid list: it must be like [rope, cope]") from error

@@ -17,22 +17,20 @@ import torch.nn.functional as F
 from whatwhere import WhatWhereLlamaConfig
 from whatwhere.attention_blockwise import split_digits
 from whatwhere.attention_mask import ranges_mask
-from whatwhere.position_alibi import alibi_slopes
+from whatwhere.attention_triton import run_kernel
 from whatwhere.position_base import PositionContext
-from whatwhere.position_cope_mlp import _activity
-from whatwhere.position_registry import PositionEncodings, SharedPositionEncodings
+from whatwhere.position_modules import PositionEncodings, SharedPositionEncodings
 
-from .benchmark.references import attention, undecided_rows
+from .references import attention, undecided_rows
 
 # Parameters of encodings, if a case does not set them.
 PARAMETERS: dict[str, dict[str, Any]] = {
     "cope": {"scale_positions": True},
-    "cope_alibi": {"slopes": "learned"},
     "relative": {"num_positions": 200, "beyond": "last"},
     "token_gated_cope": {"num_positions": 300},
 }
 # Options of a case that are no parameters of an encoding.
-OPTIONS = ("encoding", "dropout", "opening")
+OPTIONS = ("encoding", "dropout", "gate_values")
 MASKS = ("padding", "holes", "packed")
 
 
@@ -45,8 +43,8 @@ class Case:
         dtype: of PyTorch; or "tf32", float32 where products may have TF32 (see `precision_of`).
         mask: "causal", or one of `MASKS`.
         options: pairs of name and value. The probability of `dropout`; `encoding`, for another than the kernel's own;
-            `opening`, "open" or "closed", for gates that are nearly so. Others are parameters of the encoding, in a sum
-            of the first one.
+            `gate_values`, "open" or "closed", for gates that are nearly so. Others are parameters of the encoding, in a
+            sum of the first one.
     """
 
     kernel: str
@@ -173,15 +171,15 @@ class _Inputs:
         self.positions = torch.arange(case.keys, device=device)[None]
         if self.ranges is not None:
             self.positions = self.positions + torch.arange(case.batch, device=device)[:, None]
-        opening = case.option("opening", None)
-        if opening is not None:
+        gate_values = case.option("gate_values", None)
+        if gate_values is not None:
             # One shared channel sets every gate logit to about 8 or -8.
             self.query[..., 0] = 8.0
-            self.key[..., 0] = (1.0 if opening == "open" else -1.0) * case.head_dim**0.5
+            self.key[..., 0] = (1.0 if gate_values == "open" else -1.0) * case.head_dim**0.5
         if encoding == "pope":
             # The magnitudes.
-            context = PositionContext(self.positions)
-            self.query, self.key = self.encodings.before_cache(self.query, self.key, context)
+            pope: Any = self.encodings["pope"]
+            self.query, self.key = pope.before_cache(self.query, self.key, PositionContext(self.positions))
         self.states = {part.name: self._state(part.name) for part in self.encodings.hooks["cached_state"]}
         self.position_query = self.random(*self.query.shape) if encoding == "cope+rope" else None
         self.learned: dict[str, torch.Tensor] = {}
@@ -194,9 +192,7 @@ class _Inputs:
                 owner, tensor = module.get_submodule(path), self._learned(name, parameter.shape)
                 delattr(owner, attribute)
                 setattr(owner, attribute, tensor)
-                # The gradients of CoPE_MLP's network are differences of large sums, with few digits in half precision.
-                if encoding != "cope_mlp" or self.dtype == torch.float32:
-                    self.learned[name], self.owners[name] = tensor, (owner, attribute)
+                self.learned[name], self.owners[name] = tensor, (owner, attribute)
 
     def random(self, *shape: int) -> torch.Tensor:
         # Drawn in float32, because random numbers in float16 differ between devices.
@@ -248,16 +244,8 @@ class _Inputs:
         drawn = self.random(*shape)
         if name.endswith("delta.weight"):
             return drawn - 1.0
-        if name.endswith("slopes.weight"):
-            return -alibi_slopes(self.case.heads, self.device)
         if name.endswith("position_query.weight"):
             drawn = drawn * self.scaling
-        elif name.endswith("network.bias"):
-            # Some of the knots are negative, some too large.
-            places = torch.rand(shape, generator=self.generator, device=self.device) * 1.2 - 0.1
-            drawn = -self.encodings["cope_mlp"].network.weight * places
-        elif name.endswith("network.output"):
-            drawn = drawn / 4
         return self.cast(drawn)
 
     def seeded(self) -> float:
@@ -299,7 +287,8 @@ class Kernel(NamedTuple):
 
         def kernel(*inputs: torch.Tensor) -> torch.Tensor:
             encodings, context = given.layer_of(*inputs)
-            return encodings.kernel(*inputs[:3], context, **options, dropout=given.seeded())
+            query, key, value, *_ = inputs
+            return run_kernel(encodings, query, key, value, context, **options, dropout=given.seeded())
 
         def reference(*inputs: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
             query, key, value, *_ = inputs
@@ -313,9 +302,6 @@ class Kernel(NamedTuple):
             gates = case.option("gates", "key")
             gate_key = value if gates == "value" else others[0] if gates == "separate_key" else key
             kinks = torch.arange(1, last + 1, device=device)
-            if encoding == "cope_mlp":
-                weight, bias, _ = given.encodings[encoding].network(None)
-                kinks, _ = _activity(weight / last, bias, last)
             return undecided_rows(query, gate_key, kinks, rows=rows, **options)
 
         names = ["dq", "dk", "dv", *(f"gradient of the state of {name}" for name in given.states)]
@@ -335,16 +321,15 @@ KERNELS = {
         "cope",
         (
             *(*_VARIANTS, {"mask": "padding", "gates": "separate_key"}, {"gates": "value"}),
-            *({"encoding": name} for name in ("cope+rope", "cope+alibi", "cope+relative", "cope_mlp")),
+            *({"encoding": name} for name in ("cope+rope", "cope+alibi", "cope+relative")),
         ),
         (
-            *({"opening": "open"}, {"opening": "closed"}),
+            *({"gate_values": "open"}, {"gate_values": "closed"}),
             *({"num_positions": 2}, {"num_positions": 33}, {"num_positions": 300}),
-            {"encoding": "cope_mlp", "hidden_units": 5, "opening": "open"},
         ),
     ),
     "pope": Kernel("pope", (*_VARIANTS, {"partial_rotary_factor": 0.5, "use_delta": False})),
     "plain": Kernel("none", _VARIANTS),
-    **{name: Kernel(name, _VARIANTS) for name in ("fox", "alibi", "relative", "cope_alibi", "stick_breaking")},
+    **{name: Kernel(name, _VARIANTS) for name in ("fox", "alibi", "relative")},
     "token_gated_cope": Kernel("token_gated_cope", _VARIANTS[:2]),
 }

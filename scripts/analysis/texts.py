@@ -1,31 +1,18 @@
-"""Shared code of the analyses: checkpoints, texts, the text of single tokens, figures."""
+"""Texts of the analyses, and their tokens."""
 
 import argparse
-import contextlib
 import pathlib
-from collections.abc import Callable, Sequence
 from typing import Any
-from unittest import mock
 
 import torch
 
 from ..evaluation.data_description import own_files
-from ..evaluation.figures import wrapped
 
 # The first ten of Shakespeare (1609, public domain). PoPE's Figures 3 to 6 are means over ten that it does not name.
 SONNETS = pathlib.Path(__file__).with_name("sonnets.txt")
 
 # Plain prose with paragraphs and section titles.
 PROSE = pathlib.Path(__file__).with_name("prose.txt")
-
-
-def describe(checkpoint: str, config: Any) -> dict[str, Any]:
-    """Returns the entry of a checkpoint for a results file."""
-    return {
-        "name": pathlib.PurePath(checkpoint).name,
-        "model_type": config.model_type,
-        "position_encoding": getattr(config, "position_encoding", None),
-    }
 
 
 def sonnets() -> list[str]:
@@ -45,19 +32,6 @@ def own_documents(options: argparse.Namespace) -> tuple[list[str], str] | None:
 
     _, rows = read_files("validation_file", files, text_field=field or "text")
     return list(filter(None, documents_of(rows))), own_files(files)
-
-
-def draw_heatmap(
-    axes: Any, values: torch.Tensor, wavelengths: Sequence[float], *, label: str, title: str, **options: Any
-) -> None:
-    """Draws values (F, columns) with at most 8 wavelengths in tokens as labels of the rows."""
-    image = axes.imshow(values.numpy(), aspect="auto", cmap="viridis", interpolation="nearest", **options)
-    axes.figure.colorbar(image, ax=axes, label=label)
-    every = -(-len(wavelengths) // 8)
-    ticks = range(0, len(wavelengths), every)
-    axes.set_yticks(ticks, [f"{wavelengths[tick]:,.0f}" for tick in ticks])
-    axes.set_ylabel("wavelength (tokens)")
-    axes.set_title(wrapped(title, 3.6), fontsize="medium")
 
 
 def encode(tokenizer: Any, text: str, device: Any) -> torch.Tensor:
@@ -81,21 +55,3 @@ def token_texts(tokenizer: Any, text: str) -> list[str]:
         texts.append(name if before == after else text[end:after])
         end = max(end, after)
     return texts
-
-
-def attention_layers(model: Any) -> list[Any]:
-    """Returns the attention layers of one of our models, in order."""
-    layers = [module for module in model.modules() if hasattr(module, "layer_idx")]
-    return [module for module in layers if hasattr(module, "encodings")]
-
-
-def watched(owner: Any, name: str, watch: Callable[..., None]) -> contextlib.AbstractContextManager:
-    """Within it, `watch(result, *arguments)` is called after every call of the method `owner.name`."""
-    method = getattr(owner, name)
-
-    def call(*arguments: Any) -> Any:
-        result = method(*arguments)
-        watch(result, *arguments)
-        return result
-
-    return mock.patch.object(owner, name, call)

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
-from .benchmark.report import append_row
+from ..writing import write_json
+from .report import append_row
 
 
 @contextlib.contextmanager
@@ -26,10 +27,11 @@ def chosen_by(choose: Callable[..., Any]) -> Iterator[None]:
 
 
 def measured(file: pathlib.Path) -> contextlib.AbstractContextManager:
-    """Within it, the first call of each kind of kernel times its tiles, unless the file knows them.
+    """Within it, tile sizes are chosen by measurement: each kind of kernel is timed with all of them at its first call.
 
-    The file gets the fastest, and a CSV file beside it all times. A kernel that adds to its results is not timed: it
-    runs with the first tiles that compile.
+    The fastest are written to the JSON file, and all times to a CSV file with the same stem; a kind that the JSON file
+    has is not timed again. A kernel that adds to its results (`launch(repeatable=False)`) cannot run several times: it
+    gets the first tiles that compile.
     """
     import triton
 
@@ -50,9 +52,7 @@ def measured(file: pathlib.Path) -> contextlib.AbstractContextManager:
             append_row(file.with_suffix(".csv"), row)
         fastest = min(fitting, key=lambda tiles: times[tiles])
         known[name] = dataclasses.astuple(fastest)
-        partial = file.with_name(f"{file.name}.partial")
-        partial.write_text(json.dumps(known, indent=1), encoding="utf-8")
-        partial.replace(file)
+        write_json(file, known)
         return fastest
 
     return chosen_by(choose)

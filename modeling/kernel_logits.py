@@ -1,6 +1,4 @@
-"""What is added to the logits of the kernels: decays (FoX, ALiBi) and relative positions.
-
-A saved folder whose encodings need neither is without this file, and what the kernels import from it is None there.
+"""The bias that kernels add to the logits: a decay (FoX, ALiBi) or relative positions.
 
 Axes: B batch, H query heads, Q query rows, K keys, D head dim, P distances.
 """
@@ -15,8 +13,8 @@ from .kernel_launch import MASKED, tl, triton
 FAR = tl.constexpr(1 << 29)
 
 
-class Added(NamedTuple):
-    """What is added to the logit of row i and key j: a decay (FoX, ALiBi), or a number for the distance of positions.
+class LogitBias(NamedTuple):
+    """The bias of the logit of row i and key j: a decay (FoX, ALiBi), or a number for the distance of positions.
 
     A decay is c_i - c_j, or 0 if that is positive. Relative positions: z[i, n] for the distance n; negative distances
     have the first number, larger ones the last.
@@ -47,60 +45,60 @@ def _load_pair(data, index, mask, other):
 
 
 @triton.jit
-def added_rows(added, b, h, member, rows, inside, Q, K, AXIS: tl.constexpr):
-    """Returns what `added_bias` and `added_gradient` need for `rows`, those of head h that are `inside`.
+def bias_rows(logit_bias, b, h, member, rows, inside, Q, K, AXIS: tl.constexpr):
+    """Returns what `bias_values` and `bias_gradient` need for `rows`, those of head h that are `inside`.
 
     `member` is b * H + h. All have one axis, and AXIS is added to it; for rows of several heads, h has that axis too,
     and `member` does not. For a decay: c in two parts, and the address of the keys' c. For relative positions: the
     address of the rows' numbers, the positions of the rows, and the address of the keys' positions.
     """
-    if added.z is None:
+    if logit_bias.z is None:
         # Rows that are not there get no weights.
-        at = added.rows + b * added.batch_rows + h * Q * 2
+        at = logit_bias.rows + b * logit_bias.batch_rows + h * Q * 2
         first, second = _load_pair(at, tl.expand_dims(rows, AXIS), tl.expand_dims(inside, AXIS), MASKED)
-        keys = added.keys + b * added.batch_keys + h * K * 2
+        keys = logit_bias.keys + b * logit_bias.batch_keys + h * K * 2
     else:
-        first = tl.expand_dims(member * Q + rows, AXIS) * (added.last + 1)
-        second = tl.load(added.rows + b * added.batch_rows + rows, mask=inside, other=FAR)
+        first = tl.expand_dims(member * Q + rows, AXIS) * (logit_bias.last + 1)
+        second = tl.load(logit_bias.rows + b * logit_bias.batch_rows + rows, mask=inside, other=FAR)
         second = tl.expand_dims(second, AXIS)
-        keys = added.keys + b * added.batch_keys
+        keys = logit_bias.keys + b * logit_bias.batch_keys
     return first, second, keys, tl.expand_dims(inside, AXIS)
 
 
 @triton.jit
-def added_bias(added, of_rows, columns, K):
-    """What is added to the logits of rows, given by `added_rows`, and keys, of the shape that the two broadcast to."""
+def bias_values(logit_bias, of_rows, columns, K):
+    """The bias of rows, given by `bias_rows`, and keys, of the shape that the two broadcast to."""
     first, second, keys, inside = of_rows
-    if added.z is None:
+    if logit_bias.z is None:
         key_high, key_rest = _load_pair(keys, columns, columns < K, 0.0)
         bias = tl.minimum((first - key_high) + (second - key_rest), 0.0)
     else:
-        z = added.z + first
+        z = logit_bias.z + first
         positions = tl.load(keys + columns, mask=columns < K, other=-FAR)
         # Far from the rows there is nothing to gather.
-        if tl.min(second) - tl.max(positions) >= added.last:
-            bias = tl.load(z + added.last, mask=inside, other=0.0)
+        if tl.min(second) - tl.max(positions) >= logit_bias.last:
+            bias = tl.load(z + logit_bias.last, mask=inside, other=0.0)
             bias += (second - positions).to(tl.float32) * 0.0
         else:
-            distance = tl.minimum(tl.maximum(second - positions, 0), added.last)
+            distance = tl.minimum(tl.maximum(second - positions, 0), logit_bias.last)
             bias = tl.load(z + distance, mask=inside & (distance >= 0), other=0.0)
     return bias
 
 
 @triton.jit
-def added_gradient(added, of_rows, columns, K, grad):
+def bias_gradient(logit_bias, of_rows, columns, K, grad):
     """Adds the gradients of logits to those of z, but for the last number of each row: returns its sum, (rows,)."""
     first, second, keys, inside = of_rows
-    if added.grad is None:
+    if logit_bias.grad is None:
         beyond = 0.0
     else:
-        z = added.grad + first
+        z = logit_bias.grad + first
         positions = tl.load(keys + columns, mask=columns < K, other=-FAR)
-        if tl.min(second) - tl.max(positions) >= added.last:
+        if tl.min(second) - tl.max(positions) >= logit_bias.last:
             beyond = tl.sum(grad, 1)
         else:
             distance = tl.maximum(second - positions, 0)
-            near = distance < added.last
+            near = distance < logit_bias.last
             # Sums, since positions may repeat; what is not seen has the gradient 0.
             tl.atomic_add(z + distance, grad, mask=inside & near & (grad != 0.0), sem="relaxed")
             beyond = tl.sum(tl.where(near, 0.0, grad), 1)
@@ -108,14 +106,14 @@ def added_gradient(added, of_rows, columns, K, grad):
 
 
 @triton.jit
-def store_last(added, of_rows, grad):
-    """Writes the gradients of the last numbers of rows, which `added_gradient` returned."""
+def store_last(logit_bias, of_rows, grad):
+    """Writes the gradients of the last numbers of rows, which `bias_gradient` returned."""
     first, _, _, inside = of_rows
-    if added.grad is not None:
-        tl.store(added.grad + first + added.last, grad[:, None], mask=inside)
+    if logit_bias.grad is not None:
+        tl.store(logit_bias.grad + first + logit_bias.last, grad[:, None], mask=inside)
 
 
-def check_added(decay: Any, relative: Any, query: torch.Tensor, key: torch.Tensor) -> None:
+def check_bias(decay: Any, relative: Any, query: torch.Tensor, key: torch.Tensor) -> None:
     """Raises ValueError if both are given, or shapes do not fit. For `decay` and `relative` see `plain_attention`."""
     B, H, Q, D = query.shape
     lengths = (Q, key.shape[2])
@@ -134,13 +132,13 @@ def check_added(decay: Any, relative: Any, query: torch.Tensor, key: torch.Tenso
             raise ValueError(f"positions={tuple(positions.shape)!r} is not valid: it must be (1 or batch, {length}).")
 
 
-def decay_argument(rows: torch.Tensor | None, keys: torch.Tensor | None) -> Added | None:
+def decay_argument(rows: torch.Tensor | None, keys: torch.Tensor | None) -> LogitBias | None:
     """Returns the numbers of rows (1 or B, H, Q) and keys (1 or B, H, K), float64 or float32, for a kernel."""
     if rows is None or keys is None:
         return None
     high = [one.float() for one in (rows, keys)]
     pairs = [torch.stack((one, (exact - one).float()), dim=-1) for one, exact in zip(high, (rows, keys))]
-    return Added(*pairs, *(0 if one.shape[0] == 1 else one.stride(0) for one in pairs))
+    return LogitBias(*pairs, *(0 if one.shape[0] == 1 else one.stride(0) for one in pairs))
 
 
 def relative_argument(
@@ -151,8 +149,8 @@ def relative_argument(
     scaling: float,
     *,
     grad: bool = False,
-) -> Added:
-    """Returns `Added` with z[i, n] = scaling * q_i.e[n], in float32, and with room for its gradient if asked.
+) -> LogitBias:
+    """Returns `LogitBias` with z[i, n] = scaling * q_i.e[n], in float32, and with room for its gradient if asked.
 
     Args:
         query: (B, H, Q, D). table: (P, D), e.
@@ -164,11 +162,11 @@ def relative_argument(
     positions = [one.to(torch.int32).contiguous() for one in (query_positions, key_positions)]
     row_stride, key_stride = (0 if one.shape[0] == 1 else one.stride(0) for one in positions)
     grad_z = torch.zeros_like(z) if grad else None
-    return Added(positions[0], positions[1], row_stride, key_stride, z, grad_z, table.shape[0] - 1)
+    return LogitBias(positions[0], positions[1], row_stride, key_stride, z, grad_z, table.shape[0] - 1)
 
 
 def relative_gradients(
-    relative: Added, query: torch.Tensor, table: torch.Tensor, scaling: float
+    relative: LogitBias, query: torch.Tensor, table: torch.Tensor, scaling: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the gradients of query (B, H, Q, D) and table (P, D), float32, from that of z, which is changed."""
     with torch.autocast(query.device.type, enabled=False):

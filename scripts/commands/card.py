@@ -21,21 +21,14 @@ from typing import Any
 import yaml
 
 from ...model_card import encoding_text, weights_fingerprint
-from ..commands.common import command_parser
+from ..cards.content import headline
+from ..cards.curves import read_curves
+from ..cards.folder import own_lengths, write_card
 from ..evaluation.data_description import describe_data
-from ..evaluation.results import (
-    check_writable,
-    markdown_table,
-    read_json,
-    read_results,
-    result_files,
-    write_json,
-    write_text,
-)
+from ..evaluation.results import markdown_table, read_json, read_results, result_files
+from ..parsers import command_parser
 from ..reproduction import report
-from .content import headline
-from .curves import read_curves
-from .folder import own_lengths, write_card
+from ..writing import check_writable, write_json, write_text
 
 INDEX = ("<!-- whatwhere card: list -->", "<!-- whatwhere card: end of list -->")
 
@@ -104,7 +97,7 @@ def regenerate(output: pathlib.Path) -> list[pathlib.Path]:
             paths.append(write_card(folder))
         else:
             table = read_json(folder / "results.json")
-            paths.append(report.write(table, report.card(table), folder / "README.md", "results.json"))
+            paths.append(report.write(table, report.markdown(table, card=True), folder / "README.md", "results.json"))
     return [*paths, *write_index(output)]
 
 

@@ -1,4 +1,4 @@
-"""Errors and interruptions of runs, and their messages on the command line."""
+"""Errors of users, interruptions of runs, and their messages on the command line."""
 
 import contextlib
 import os
@@ -7,11 +7,18 @@ import signal
 import sys
 from collections.abc import Iterator
 
-from ..checks import Refused
-from ..extras import explain
+from .extras import explain
 
 # Commands that do not repeat what they have finished, and the options for that.
 _CONTINUED = {"prepare": [], "demo": [], "reproduce": [], "benchmark": ["--resume"]}
+
+
+class Refused(ValueError):
+    """User input is not valid; the message has all known problems."""
+
+    def __init__(self, *problems: str) -> None:
+        self.problems = problems
+        super().__init__(problems[0] if len(problems) == 1 else "\n- ".join([f"{len(problems)} errors:", *problems]))
 
 
 class TrainingError(RuntimeError):

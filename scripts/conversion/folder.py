@@ -1,0 +1,107 @@
+"""Folders with converted models."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCard
+from huggingface_hub.errors import HfHubHTTPError
+from transformers import AutoConfig
+from transformers.utils import cached_file, logging
+
+from whatwhere.model_card import weights_fingerprint
+from whatwhere.position_plan import check_name
+
+from ..data.tokenize import load_tokenizer, why_not_loaded
+from ..evaluation.checkpoints import check_vocabulary, checked_loading
+from ..writing import check_writable, write_json
+from .encoding import convert
+from .source import load_source
+
+logger = logging.get_logger(__name__)
+
+# The file in a converted folder that lists the parameters that are new.
+RECORD = "conversion.json"
+
+
+def convert_folder(
+    source: str,
+    output: Path,
+    position_encoding: str | list[str],
+    parameters: dict[str, Any] | None = None,
+    rope_parameters: dict[str, Any] | None = None,
+) -> tuple[Any, list[str], list[str]]:
+    """Writes a folder, which must be empty or new, with a converted model; returns the same as `convert`.
+
+    Args:
+        source: a folder or a Hub id.
+    """
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ValueError(f"output={str(output)!r} is not valid: it must be an empty or new folder.")
+    check_writable(output)
+    # Before a large source is loaded.
+    for name in position_encoding if isinstance(position_encoding, list) else [position_encoding]:
+        check_name(name)
+    with checked_loading(source):
+        AutoConfig.from_pretrained(source)
+    try:
+        tokenizer = load_tokenizer(source)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"checkpoint={source!r} is not valid: {why_not_loaded(source, error)}.") from error
+    model, new, dropped = convert_checkpoint(source, position_encoding, parameters, rope_parameters)
+    check_vocabulary(source, tokenizer, model.config)
+    if rope_parameters is not None:
+        fit_tokenizer(tokenizer, model)
+    model.save_pretrained(output)
+    tokenizer.save_pretrained(output)
+    _complete_metadata(output, source)
+    local = weights_fingerprint(Path(source)) if os.path.isdir(source) else None
+    source = Path(source).resolve().name if local else source
+    record = {"source": source, "source_weights_sha256": local, "new_parameters": new, "dropped_parameters": dropped}
+    write_json(output / RECORD, record)
+    return model, new, dropped
+
+
+def _complete_metadata(folder: Path, source: str) -> None:
+    """Adds the source to the model card in a folder, and its licence if the source's card states one."""
+    card = ModelCard.load(folder / "README.md")
+    known = card_metadata(source)
+    # The Hub takes ids only; the source of a folder is known if it was made from one.
+    if not os.path.isdir(source):
+        known["base_model"] = source
+    for key, value in known.items():
+        card.data[key] = value
+    card.save(folder / "README.md")
+
+
+def card_metadata(source: str) -> dict[str, Any]:
+    """Returns `base_model` and the keys of the licence in a checkpoint's card."""
+    local = os.path.isdir(source)
+    path = os.path.join(source, "README.md") if local else source
+    known: dict[str, Any] = {}
+    if not local or os.path.isfile(path):
+        try:
+            known = ModelCard.load(path, ignore_metadata_errors=True).data.to_dict()
+        except (OSError, ValueError, HfHubHTTPError) as error:
+            logger.warning(f"The card of {source!r} cannot be read, so its licence is not known: {error}")
+    keys = ("base_model", "license", "license_name", "license_link")
+    return {key: known[key] for key in keys if isinstance(known.get(key), (str, list))}
+
+
+def fit_tokenizer(tokenizer: Any, model: Any) -> None:
+    """Gives a tokenizer that has a shorter length than a model (`model_max_length`) the model's."""
+    tokenizer.model_max_length = max(tokenizer.model_max_length, model.config.max_position_embeddings)
+
+
+def convert_checkpoint(source: str, *encoding: Any) -> tuple[Any, list[str], list[str]]:
+    """Loads a folder or a Hub id, and returns the same as `convert`; parameters that are new in the source stay new.
+
+    `encoding` are the arguments of `convert` after the model.
+    """
+    model, new, dropped = convert(load_source(source), *encoding)
+    optional = {f"_raise_exceptions_for_{kind}": False for kind in ("missing_entries", "connection_errors")}
+    record: Any = cached_file(source, RECORD, **optional)
+    known = json.loads(Path(record).read_text(encoding="utf-8"))["new_parameters"] if record else ()
+    new += [name for name, _ in model.named_parameters() if name in known and name not in new]
+    return model, new, dropped
