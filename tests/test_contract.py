@@ -1,8 +1,6 @@
 """What every encoding promises, in both families: the shared contract."""
 
 import gc
-import importlib
-import importlib.util
 import itertools
 
 import pytest
@@ -11,22 +9,10 @@ import torch.nn.functional as F
 from transformers import DynamicCache, StaticCache
 
 import whatwhere
-from tiny import FAMILIES, OURS, in_steps, slow_but, tiny_config, tiny_model, tokens
+from tiny import FAMILIES, OURS, declared, in_steps, slow_but, tiny_config, tiny_model, tokens
 from whatwhere.attention_choice import supported_implementations
 from whatwhere.forward_arguments import CACHE
 from whatwhere.position_plan import COMBINATIONS
-from whatwhere.position_registry import POSITION_ENCODINGS
-
-
-def declared(attribute):
-    """What the test files of the encodings declare under a name, by the encoding: parameters."""
-    modules = {name: f"test_position_{name}" for name in POSITION_ENCODINGS}
-    return {
-        name: getattr(importlib.import_module(module), attribute, {})
-        for name, module in modules.items()
-        if importlib.util.find_spec(module)
-    }
-
 
 VARIANTS = {f"{name}:{variant}": found for name, own in declared("VARIANTS").items() for variant, found in own.items()}
 VARIANTS["cope+rope:separate"] = {"cope": {"num_positions": 6, "gates": "separate_key"}}
@@ -72,7 +58,7 @@ for name in COMBINATIONS:
 # What a family has of its own (embedding, projections, norms, heads, names of weights) meets an encoding in few places:
 # most tests take each encoding in one family.
 def models(*, first=0, names=ENCODINGS, quick=None, both=()):
-    """Encodings in one family, by turns from FAMILIES[first] on, or in `both`; those that are not `quick` are slow."""
+    """Each encoding in one family, by turns from FAMILIES[first] on; those of `both` in both. Not `quick` is slow."""
     return pytest.mark.parametrize(
         ("family", "encoding"),
         [
@@ -91,7 +77,8 @@ def models(*, first=0, names=ENCODINGS, quick=None, both=()):
 # Both families, but for variants.
 every_model = models(both=[name for name in ENCODINGS if ":" not in name])
 # For the code of a family: both, with learned, computed and no embeddings of positions.
-every_family = models(both=("absolute", "sinusoidal", "rope"))
+EVERY_FAMILY = ("absolute", "sinusoidal", "rope")
+every_family = models(both=EVERY_FAMILY)
 # Half of the other tests take an encoding in one family, and half in the other one.
 one_family, other_family = models(), models(first=1)
 RELATIVE = [name for name in ENCODINGS if name.split(":")[0] not in ("absolute", "sinusoidal")]
@@ -392,7 +379,8 @@ def test_gradient_checkpointing_changes_nothing(family, encoding):
             close(one, other)
 
 
-@every_family
+# Most variants are in test_saved_models.
+@models(names=[name for name in ENCODINGS if ":" not in name or name.startswith("plan:")], both=EVERY_FAMILY)
 def test_save_and_load_keep_every_logit(family, encoding, tmp_path):
     model = build(family, encoding)
     ids = tokens(2, 16)

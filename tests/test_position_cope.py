@@ -26,6 +26,14 @@ VARIANTS = {
 }
 # What the contract tests take for the defaults: positions end within their short sequences.
 SMALL = {"num_positions": 6}
+# Parameters that a configuration refuses, and what the message says: test_configuration.py.
+REFUSED = [
+    ({"num_positions": "64"}, r"\['num_positions'\]='64' is not valid: it must be of type int"),
+    ({"num_positions": True}, r"\['num_positions'\]=True is not valid"),
+    ({"num_positions": 1}, r"\['num_positions'\]=1.* at least 2"),
+    ({"every_n_layers": 0}, r"\['every_n_layers'\]=0.* at least 1"),
+    ({"gates": "query"}, r"\['gates'\]='query'.*'key', 'separate_key', 'value'"),
+]
 
 CONFIG = types.SimpleNamespace(
     hidden_size=8,

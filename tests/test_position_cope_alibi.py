@@ -16,6 +16,15 @@ from whatwhere.position_cope_alibi import CoPEALiBi, CoPEALiBiParameters
 VARIANTS = {
     "learned": {"slopes": "learned"},
 }
+# Parameters that a configuration refuses, and what the message says: test_configuration.py.
+REFUSED = [
+    ({"slopes": "fixd"}, r"\['slopes'\]='fixd'.*'fixed', 'alibi', 'learned'"),
+    ({"first_slope": 0.0}, r"\['first_slope'\]=0.0.*not 0"),
+    ({"first_slope": 1e308}, r"\['first_slope'\]=1e[+]308 is not valid"),
+    ({"first_slope": -1e30}, r"\['first_slope'\]=-1e[+]30 is not valid: it must be in"),
+    ({"slopes": "learned", "first_slope": 0.25}, r"\['first_slope'\]=0.25.*slopes='learned'"),
+    ({"slopes": "alibi", "first_slope": -1.0}, r"\['first_slope'\]=-1.0.*slopes='alibi'"),
+]
 
 CONFIG = types.SimpleNamespace(hidden_size=16, num_attention_heads=4, head_dim=4)
 

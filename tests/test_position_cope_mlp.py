@@ -19,6 +19,12 @@ VARIANTS = {
 }
 # What the contract tests take for the defaults: positions end within their short sequences.
 SMALL = {"hidden_units": 16, "num_positions": 6}
+# Parameters that a configuration refuses, and what the message says: test_configuration.py.
+REFUSED = [
+    ({"hidden_units": 0}, r"\['hidden_units'\]=0.*at least 1"),
+    ({"num_positions": 1}, r"\['num_positions'\]=1.*at least 2"),
+    ({"layers": "last"}, r"\['layers'\]='last'.*'all', 'first'"),
+]
 
 CONFIG = types.SimpleNamespace(
     hidden_size=16, num_attention_heads=4, head_dim=4, layer_encodings=lambda layer: ["cope_mlp"]

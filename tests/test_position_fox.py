@@ -18,6 +18,14 @@ from whatwhere.position_fox import FoXBias
 from whatwhere.position_modules import SharedPositionEncodings
 
 PARTS = ["output_gate", "output_norm", "qk_norm", "key_value_shift"]
+# Parameters that a configuration refuses, and what the message says: test_configuration.py.
+REFUSED = [
+    ({"gate_bias_init": 1e300}, r"\['gate_bias_init'\]=1e[+]300 is not valid: it must be finite in float32"),
+    ({"gate_bias_init": float("nan")}, r"\['gate_bias_init'\]=nan is not valid"),
+    ({"gate_bias_init": "0"}, r"\['gate_bias_init'\]='0' is not valid"),
+    # Parameters of earlier versions: the fields are named.
+    *(({name: True}, f"unknown key '{name}'.*output_gate.*key_value_shift") for name in ("pro", *PARTS)),
+]
 # Row i has slot i + 2 of 9. Not a tree: what a row sees is any subset.
 SUBSETS = torch.rand(7, 9, generator=torch.Generator().manual_seed(3)) < 0.6
 MASKS = {

@@ -20,6 +20,14 @@ from whatwhere.position_pope import PoPE, PoPEParameters, fold
 VARIANTS = {
     "partial": {"partial_rotary_factor": 0.5, "magnitude": "relu"},
 }
+# Parameters that a configuration refuses, and what the message says: test_configuration.py.
+REFUSED = [
+    ({"delta_init": "zero"}, "one of 'zeros', 'uniform'"),
+    ({"theta": 0.5}, r"\['theta'\]=0.5 is not valid: it must be greater than 1"),
+    ({"theta": float("inf")}, r"\['theta'\]=inf is not valid: it must be finite"),
+    ({"partial_rotary_factor": 0.01}, "=0.01 is not valid: .* leave at least one of 8 channels"),
+    ({"partial_rotary_factor": 1.5}, r"\['partial_rotary_factor'\]=1.5 is not valid: it must be in \(0, 1\]"),
+]
 
 PARAMETERS = [
     {},

@@ -15,6 +15,10 @@ VARIANTS = {
     "last": {"num_positions": 8, "beyond": "last"},
     "none": {"num_positions": 8, "beyond": "none"},
 }
+# Parameters that a configuration refuses, and what the message says: test_configuration.py.
+REFUSED = [
+    ({"num_positions": 0}, r"\['num_positions'\]=0.* at least 1"),
+]
 
 CONFIG = types.SimpleNamespace(hidden_size=8, num_attention_heads=2, head_dim=4, max_position_embeddings=12)
 

@@ -15,6 +15,11 @@ VARIANTS = {
     "value": {"remainder": "value", "inclusive": True},
     "head_bias": {"remainder": "head_bias"},
 }
+# Parameters that a configuration refuses, and what the message says: test_configuration.py.
+REFUSED = [
+    ({"remainder": "bias"}, r"\['remainder'\]='bias'.*'none', 'value', 'head_bias'"),
+    ({"inclusive": 1}, r"\['inclusive'\]=1 .*bool"),
+]
 
 CONFIG = types.SimpleNamespace(hidden_size=16, num_attention_heads=4, head_dim=4, attention_weights="softmax")
 

@@ -14,6 +14,10 @@ from whatwhere.position_token_gated_cope import TokenGatedCoPE, TokenGatedCoPEPa
 
 # What the contract tests take for the defaults: positions end within their short sequences.
 SMALL = {"num_positions": 9}
+# Parameters that a configuration refuses, and what the message says: test_configuration.py.
+REFUSED = [
+    ({"num_positions": 1}, r"\['num_positions'\]=1.* at least 2"),
+]
 
 CONFIG = types.SimpleNamespace(hidden_size=6, num_attention_heads=4, head_dim=4, max_position_embeddings=48)
 

@@ -1,5 +1,8 @@
 """Tiny models of both families, for every encoding."""
 
+import importlib
+import importlib.util
+
 import pytest
 import torch
 import transformers
@@ -11,6 +14,7 @@ import whatwhere
 from whatwhere.attention_blockwise import BiasInputs
 from whatwhere.kernel_operator import Operator
 from whatwhere.position_base import PositionContext
+from whatwhere.position_registry import POSITION_ENCODINGS
 
 FAMILIES = ("llama", "gpt2")
 VOCABULARY = 61
@@ -163,6 +167,16 @@ class LargestTensor(TorchDispatchMode):
                 # A view takes the room of what it is made of.
                 self.largest = max(self.largest, tensor.untyped_storage().nbytes() // tensor.element_size())
         return out
+
+
+def declared(attribute):
+    """What the test files of the encodings declare under a name, by the encoding."""
+    modules = {name: f"test_position_{name}" for name in POSITION_ENCODINGS}
+    return {
+        name: getattr(importlib.import_module(module), attribute, {})
+        for name, module in modules.items()
+        if importlib.util.find_spec(module)
+    }
 
 
 def slow_but(quick, cases):
