@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache, QuantizedCache
 from transformers.generation.continuous_batching import PagedAttentionCache
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as TRANSFORMERS_FUNCTIONS
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
 
@@ -19,6 +19,27 @@ from .forward_arguments import CACHE, one_cache
 from .position_base import PositionContext
 from .position_modules import PositionEncodings
 from .position_registry import PARTS
+
+
+class _LayerFunctions:
+    """The attention functions of layers: chosen when the implementation is set, not in each forward pass."""
+
+    def __getitem__(self, layer: "AttentionBlock") -> Callable[..., Any]:
+        """Returns the function of a layer; chooses it again if the implementation, or Transformers' table, changed."""
+        name, (chosen, function) = layer.config._attn_implementation, layer.chosen_for
+        table = TRANSFORMERS_FUNCTIONS
+        given = table._local_mapping.get(name, table._global_mapping.get(name))
+        if name != chosen or given is not function:
+            attention = choose_attention(layer, name, given)
+            if torch.compiler.is_compiling():
+                # A graph does not change the layer.
+                return attention
+            layer.attention, layer.chosen_for = attention, (name, given)
+        return layer.attention
+
+
+# Engines look for a name that is assigned from this one, and for `scaling=self.`, in the source of `forward`.
+ALL_ATTENTION_FUNCTIONS = _LayerFunctions()
 
 
 class AttentionBlock(nn.Module):
@@ -36,9 +57,11 @@ class AttentionBlock(nn.Module):
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         self.encodings = PositionEncodings(config, layer_idx)
         self.options = PARTS["options"](config) if config.attention_options else None
-        self._chosen_for: tuple[Any, Any] = (None, None)
+        # The attention function, and the implementation and the entry of Transformers' table that it was chosen for.
+        self.attention: Any = None
+        self.chosen_for: tuple[Any, Any] = (None, None)
         if config._attn_implementation is not None:
-            self.attention_function(ALL_ATTENTION_FUNCTIONS)
+            self.attention = ALL_ATTENTION_FUNCTIONS[self]
 
     def project(self, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Returns queries (B, H, Q, D), keys and values (B, G, Q, D) of hidden states (B, Q, E)."""
@@ -47,18 +70,6 @@ class AttentionBlock(nn.Module):
     def output(self, states: torch.Tensor) -> torch.Tensor:
         """Returns the output of all heads, (B, Q, H * D), as hidden states (B, Q, E)."""
         raise NotImplementedError
-
-    def attention_function(self, table: AttentionInterface) -> Callable[..., Any]:
-        """Returns the attention function. Chosen again if the implementation, or its entry in the table, changed."""
-        name, (chosen, function) = self.config._attn_implementation, self._chosen_for
-        given = table._local_mapping.get(name, table._global_mapping.get(name))
-        if name != chosen or given is not function:
-            attention = choose_attention(self, name, given)
-            if torch.compiler.is_compiling():
-                # A graph does not change the layer.
-                return attention
-            self._attention, self._chosen_for = attention, (name, given)
-        return self._attention
 
     def forward(
         self,
@@ -79,8 +90,7 @@ class AttentionBlock(nn.Module):
         if past_key_values is not None:
             cache = one_cache(cache, past_key_values)
         key, value = self.update_cache(hidden_states, key, context, cache, kwargs)
-        # Engines look for this table, and for `scaling=self.`, in the source of `forward`.
-        attention = self.attention_function(ALL_ATTENTION_FUNCTIONS)
+        attention = ALL_ATTENTION_FUNCTIONS[self]
         dropout = self.dropout if self.training else 0.0
         output, weights = attention(
             self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, context=context, **kwargs

@@ -299,8 +299,8 @@ def test_gates_at_the_start():
 def test_keys_are_normed_before_they_are_rotated():
     model, seen = tiny_model("llama", "fox+rope", "eager", qk_norm=True), []
     layer = model.model.layers[0].self_attn
-    attend = layer._attention
-    layer._attention = lambda *states, **options: seen.extend(states[1:3]) or attend(*states, **options)
+    attend = layer.attention
+    layer.attention = lambda *states, **options: seen.extend(states[1:3]) or attend(*states, **options)
     ids = tokens(1, 6)
     cache = model(ids, use_cache=True)[CACHE]
     hidden = model.model.layers[0].input_layernorm(model.get_input_embeddings()(ids))
