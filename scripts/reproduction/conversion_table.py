@@ -17,6 +17,7 @@ from typing import Any
 from ...model_card import weights_fingerprint
 from ...position_base import suggest
 from ..cards.folder import card_of_run
+from ..checks import parse
 from ..conversion.folder import convert_folder
 from ..conversion.record import RECORD
 from ..evaluation.figures import log_perplexity, new_figure, save_figure
@@ -97,22 +98,22 @@ def _finetune(system: System, start: Path, output: Path, percent: int, data_dir:
     """Trains a converted model with a share of the source's tokens."""
     recipe = load_recipe(RECIPE)
     steps = recipe.training.steps * percent // 100
-    settings = FinetuneSettings(
-        checkpoint=str(start),
-        data=TEXT,
+    settings = {
+        "checkpoint": str(start),
+        "data": TEXT,
         # YaRN's configured length is that of the longer texts.
-        sequence_length=recipe.data.sequence_length,
-        evaluation_blocks=32,
-        steps=steps,
-        batch_size=8,
-        accumulation=recipe.training.batch_size // 8,
-        learning_rate=system.rate,
-        new_learning_rate=system.new_rate,
-        warmup_steps=steps // 10,
-        weight_decay=recipe.training.weight_decay,
-    )
+        "sequence_length": recipe.data.sequence_length,
+        "evaluation_blocks": 32,
+        "steps": steps,
+        "batch_size": 8,
+        "accumulation": recipe.training.batch_size // 8,
+        "learning_rate": system.rate,
+        "new_learning_rate": system.new_rate,
+        "warmup_steps": steps // 10,
+        "weight_decay": recipe.training.weight_decay,
+    }
     with card_of_run(output):
-        finetune(settings, output, resume="auto", data_dir=data_dir)
+        finetune(parse(FinetuneSettings, settings), output, resume="auto", data_dir=data_dir)
 
 
 def _measure(folder: Path, data_dir: str | None) -> None:

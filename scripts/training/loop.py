@@ -125,7 +125,9 @@ class TrainingRun:
         resume: bool = False,
         resume_from: int | None = None,
     ) -> None:
-        self.recipe, self.output, self.folder = recipe, output, RunFolder(output, self.record)
+        # A `Recipe`, unless a subclass defines `settings`, `build_config` and `build_model`.
+        self.recipe: Any = recipe
+        self.output, self.folder = output, RunFolder(output, self.record)
         self.data_dir = data_dir or os.environ.get(DATA_DIR_VARIABLE)
         self.step, self.seconds = 0, 0.0
         # Loss and step of the lowest validation loss so far, if the recipe keeps the best model.
