@@ -1,10 +1,8 @@
-"""What every test gets: a seed, one thread, no network, Triton kernels on the CPU."""
+"""What every test gets: a seed, one thread, no network; Triton kernels on the CPU where there is no GPU."""
 
 import os
 import tempfile
 
-# Read when Triton is imported: kernels run in its interpreter. Only attn_implementation="triton" asks for them here.
-os.environ.setdefault("TRITON_INTERPRET", "1")
 # Read by the Hugging Face libraries when they are imported.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -17,10 +15,16 @@ import inspect
 import pathlib
 import socket
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+
+# Read when Triton is imported: without a GPU kernels run in its interpreter.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 import transformers
 
 from processes import TORCHRUN, python
@@ -90,6 +94,28 @@ def data_dir() -> pathlib.Path:
     if not os.path.isdir(folder):
         pytest.fail(f"WHATWHERE_DATA_DIR={folder!r} is not a folder")
     return pathlib.Path(folder)
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """Where kernels are tested: a GPU if there is one, unless they are interpreted."""
+    interpreted = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0", "false", "False")
+    return torch.device("cuda" if torch.cuda.is_available() and not interpreted else "cpu")
+
+
+@pytest.fixture
+def on_device(device: torch.device) -> Iterator[None]:
+    """New tensors are on the device of kernels; new memory is NaN, or the largest integer; tiles are chosen anew."""
+    from whatwhere.kernel_launch import CHOSEN
+
+    CHOSEN.clear()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    if device.type != "cpu":
+        torch.set_default_device(device)
+    yield
+    torch.set_default_device(None)
+    torch.use_deterministic_algorithms(False)
+    CHOSEN.clear()
 
 
 @pytest.fixture

@@ -9,13 +9,13 @@ import torch
 pytest.importorskip("triton")
 
 from tiny import slow_but
-from whatwhere import kernel_bias, kernel_launch
+from whatwhere import kernel_bias
 from whatwhere.kernel_bias import plain_attention
 from whatwhere.kernel_cope import cope_attention
 from whatwhere.kernel_pope import pope_attention
 from whatwhere.scripts.benchmark.kernel_cases import KERNELS, case
 
-pytestmark = pytest.mark.skipif(not kernel_launch.INTERPRETED, reason="runs in the interpreter: TRITON_INTERPRET=1")
+pytestmark = pytest.mark.usefixtures("on_device")
 
 B, H, G, T = 2, 2, 1, 80
 ROWS = torch.arange(T)
@@ -28,15 +28,13 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", slow_but(["fox", "pope", "cope"], KINDS))
-def test_gradients_are_those_of_the_dropped_weights(kind, little_scratch, monkeypatch):
+def test_gradients_are_those_of_the_dropped_weights(kind, device, little_scratch, monkeypatch):
     """Forward and backward pass, windows and plain part, and all parts of PoPE drop the same weights."""
     monkeypatch.setattr(kernel_bias, "CHUNK_ROWS", 32)
     name, options = KINDS[kind]
     shape = {"batch": B, "heads": H, "groups": G, **options}
     # The inputs of both are the same.
-    whole, dropped = (
-        KERNELS[name].call(case(name, "float32", T, T, **shape, dropout=p), torch.device("cpu")) for p in (0.0, 0.3)
-    )
+    whole, dropped = (KERNELS[name].call(case(name, "float32", T, T, **shape, dropout=p), device) for p in (0.0, 0.3))
     inputs = [one.requires_grad_() for one in whole.inputs]
     identity = torch.eye(T).expand(B, G, T, T).contiguous()
     weights, some = (call.kernel(*inputs[:2], identity, *inputs[3:]).detach() for call in (whole, dropped))

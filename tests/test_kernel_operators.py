@@ -13,7 +13,7 @@ from tiny import slow_but
 from whatwhere import WhatWhereLlamaConfig, WhatWhereLlamaForCausalLM, kernel_flash
 from whatwhere.scripts.benchmark.kernel_cases import KERNELS, case
 
-CPU = torch.device("cpu")
+pytestmark = pytest.mark.usefixtures("on_device")
 
 
 class Calls(TorchDispatchMode):
@@ -44,22 +44,24 @@ def transposed(tensor):
     return tensor.detach().transpose(*axes).contiguous().transpose(*axes)
 
 
-EVERY = [(name, variant) for name, kernel in KERNELS.items() for variant in kernel.variants]
-FIRST = [(name, {}) for name in KERNELS] + [
-    ("cope", {"mask": "padding", "gates": "separate_key"}),
-    ("cope", {"encoding": "cope+rope"}),
+EVERY = [(name, {}) for name in KERNELS]
+# What has other tensors.
+MORE = [
+    *(("cope", {"mask": "padding", "gates": "separate_key"}), ("cope", {"gates": "value"})),
+    *(("cope", {"encoding": name}) for name in ("cope+rope", "cope+alibi", "cope+relative")),
+    *(("pope", {"partial_rotary_factor": 0.5, "use_delta": False}), ("fox", {"mask": "packed"})),
+    *(("plain", {"groups": 1}), ("relative", {"dropout": 0.1})),
 ]
-MORE = [("cope", {"encoding": "cope+relative"})]
 
 
 @pytest.mark.parametrize("queries", [20, 1])
-@pytest.mark.parametrize(("name", "variant"), slow_but([*FIRST, *MORE], EVERY), ids=str)
-def test_strides_are_those_of_the_fake_operators(name, variant, queries):
+@pytest.mark.parametrize(("name", "variant"), [*EVERY, *MORE], ids=str)
+def test_strides_are_those_of_the_fake_operators(name, variant, queries, device):
     """torch.compile plans memory with these."""
     shape = {"batch": 2 if "mask" in variant else 1, "heads": 2, "groups": 2, **variant}
     if name == "cope":
         shape["num_positions"] = 8
-    call = KERNELS[name].call(case(name, "float32", 16, queries, 24, **shape), CPU)
+    call = KERNELS[name].call(case(name, "float32", 16, queries, 24, **shape), device)
     inputs = [transposed(one).requires_grad_(queries > 1) for one in call.inputs]
     with Calls() as calls:
         out = call.kernel(*inputs)
@@ -107,11 +109,11 @@ def test_compiles_with_inductor(encoding):
 
 
 @pytest.mark.parametrize("queries", [20, 1])
-@pytest.mark.parametrize(("name", "variant"), slow_but([*((name, {}) for name in KERNELS), *MORE], EVERY), ids=str)
-def test_empty_batches(name, variant, queries):
+@pytest.mark.parametrize(("name", "variant"), [*EVERY, *MORE[:6]], ids=str)
+def test_empty_batches(name, variant, queries, device):
     if variant.get("mask") == "padding":
         variant = {**variant, "mask": "packed"}
-    call = KERNELS[name].call(case(name, "float32", 16, queries, 24, **{"batch": 0, **variant}), CPU)
+    call = KERNELS[name].call(case(name, "float32", 16, queries, 24, **{"batch": 0, **variant}), device)
     inputs = [one.detach().requires_grad_() for one in call.inputs]
     with torch.no_grad():
         assert call.kernel(*inputs).shape == (0, 4, queries, 16)
@@ -124,21 +126,27 @@ def test_empty_batches(name, variant, queries):
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_second_derivatives_are_refused(name):
-    call = KERNELS[name].call(case(name, "float32", 16, 5, 5), CPU)
+def test_second_derivatives_are_refused(name, device):
+    call = KERNELS[name].call(case(name, "float32", 16, 5, 5), device)
     inputs = [one.detach().requires_grad_() for one in call.inputs]
     (grad,) = torch.autograd.grad(call.kernel(*inputs).sin().sum(), inputs[0], create_graph=True)
     with pytest.raises(NotImplementedError, match="no second derivative: use attn_implementation='eager'"):
         grad.sum().backward()
 
 
-@pytest.mark.parametrize("mask", slow_but(["packed"], ["causal", "packed"]))
 @pytest.mark.parametrize(
-    ("name", "variant"),
-    slow_but([("cope", {"encoding": "cope+alibi"}), ("pope", {}), ("relative", {})], EVERY),
+    ("name", "variant", "mask"),
+    slow_but(
+        [("cope", {"encoding": "cope+alibi"}, "packed"), ("pope", {}, "packed"), ("relative", {}, "packed")],
+        [
+            *((name, {}, "packed" if index % 2 else "causal") for index, name in enumerate(KERNELS)),
+            *((name, variant, "packed") for name, variant in MORE[:6]),
+            *(("relative", {}, "packed"), ("plain", {"groups": 2}, "packed")),
+        ],
+    ),
     ids=str,
 )
-def test_decoding_with_many_heads_for_a_key_head(name, variant, mask):
+def test_decoding_with_many_heads_for_a_key_head(name, variant, mask, device):
     """They are rows of several programs, the last of which is not full."""
     assert kernel_flash.decode_rows(3) == 16
     assert kernel_flash.decode_rows(128) == kernel_flash.decode_rows(71) == 32
@@ -146,7 +154,7 @@ def test_decoding_with_many_heads_for_a_key_head(name, variant, mask):
     shape["groups"] = shape["batch"] = variant.get("groups", 1)
     if name == "cope":
         shape["num_positions"] = 8
-    call = KERNELS[name].call(case(name, "float32", 16, 1, 40, **shape), CPU)
+    call = KERNELS[name].call(case(name, "float32", 16, 1, 40, **shape), device)
     with torch.no_grad():
         out = call.kernel(*call.inputs)
         expected = call.reference(*(one.double() for one in call.inputs), rows=torch.arange(1))
