@@ -28,6 +28,7 @@ from datasets.data_files import resolve_pattern
 import whatwhere
 
 from ..errors import Refused
+from ..processes import is_first_process
 from .rows import NO_TEXT, check_text, texts_of
 from .tokenize import PIECE, cut, text_of
 
@@ -95,7 +96,7 @@ def find_all(option: str, entries: Sequence[str], root: Path | None = None) -> l
 @functools.cache
 def _say_left_out(folder: str, files: tuple[str, ...]) -> None:
     """Says once, on standard error, which files of a folder have another ending than those of text."""
-    if not int(os.environ.get("RANK", "0")):
+    if is_first_process():
         names = ", ".join(files[:3]) + (", ..." if len(files) > 3 else "")
         print(
             f"{folder}: {len(files)} files with other endings than {', '.join(_KINDS)} are left out ({names})",
@@ -315,8 +316,7 @@ def hold_out(rows: datasets.Dataset, what: str) -> tuple[datasets.Dataset, datas
         part = f"the last {_HELD_OUT:.0%} of {'the document' if few == 1 else f'each of the {few} documents'}"
     else:
         part = f"{len(chosen)} of {few} documents, drawn at random,"
-    # Once for all processes.
-    if not int(os.environ.get("RANK", "0")):
+    if is_first_process():
         verb = "is" if few == 1 else "are"
         print(f"{what} without a validation file: {part} {verb} held out for validation", file=sys.stderr)
     return train, validation

@@ -21,6 +21,7 @@ import datasets
 import pydantic
 
 from ..checks import Checked, Positive, parse
+from ..processes import is_first_process
 from .files import OWN_TEXT, find_all, hold_out, kind_of_all, read_found
 from .folder import DATA_DIR_VARIABLE, data_folder
 from .rows import SPLITS, check_text, read_hub
@@ -180,8 +181,7 @@ def trained_files(
     note = f"{len(found) - len(kept)} of {len(found)} files are held out, and not trained on"
     if not kept:
         note = "WARNING: all of it is held out as well: scores on held-out text say nothing about other text"
-    # Once for all processes.
-    if say and len(kept) < len(found) and not int(os.environ.get("RANK", "0")):
+    if say and len(kept) < len(found) and is_first_process():
         print(f"{what}: {note}", file=sys.stderr)
     return kept or found
 

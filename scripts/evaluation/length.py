@@ -16,7 +16,6 @@ what was measured with other weights or settings.
 import argparse
 import hashlib
 import itertools
-import os
 import pathlib
 import re
 import sys
@@ -27,7 +26,7 @@ import torch
 
 from ..checks import differences
 from ..parsers import add_own_text, command_parser
-from ..processes import ALONE, Processes
+from ..processes import ALONE, Processes, is_first_process
 from ..writing import check_writable, write_json
 from . import variants
 from .checkpoints import (
@@ -410,5 +409,5 @@ def run(options: argparse.Namespace, origin: dict[str, Any]) -> LengthResults:
 
 
 def _report(text: str) -> None:
-    if not int(os.environ.get("RANK", "0")):
+    if is_first_process():
         print(text, file=sys.stderr)
