@@ -57,6 +57,8 @@ class AttentionBlock(nn.Module):
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         self.encodings = PositionEncodings(config, layer_idx)
         self.options = PARTS["options"](config) if config.attention_options else None
+        # The first head of this process, where an engine has split the heads between devices itself.
+        self.first_head: int | None = None
         # The attention function, and the implementation and the entry of Transformers' table that it was chosen for.
         self.attention: Any = None
         self.chosen_for: tuple[Any, Any] = (None, None)
@@ -113,7 +115,9 @@ class AttentionBlock(nn.Module):
         if heads != self.num_heads:
             # Under tensor parallelism a rank has only some heads; parameters of heads are indexed by global numbers.
             mesh = next((p.device_mesh for p in self.parameters() if hasattr(p, "device_mesh")), None)
-            if mesh is not None:
+            if self.first_head is not None:
+                context.head_offset = self.first_head
+            elif mesh is not None:
                 context.head_offset = mesh.get_local_rank("tp" if mesh.ndim > 1 else None) * heads
             elif self.encodings.hooks["after_cache"] or self.options is not None:
                 raise ValueError(

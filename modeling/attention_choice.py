@@ -85,6 +85,8 @@ def choose_attention(layer: Any, name: str, given: Any) -> Callable[..., Any]:
     by_autograd = implementation == "blockwise" and any(part.block_bias is None for part in encodings.hooks["bias"])
     functions = {**PARTS, "eager": eager_attention_forward}
     function = functions.get("autograd" if by_autograd else implementation)
+    if getattr(given, "takes_context", False):
+        return given
     if not is_stock(given) or function is None:
         return functools.partial(engine_attention_forward, name, ALL_ATTENTION_FUNCTIONS.get_interface(name, given))
     if name != "auto":

@@ -3,6 +3,9 @@
 vLLM and SGLang add a name, and keep keys and values themselves: the function gets those of the new tokens. DeepSpeed's
 Ulysses replaces `sdpa` or flash attention: the function gathers the tokens that other processes have.
 
+These functions get queries and keys after the position encodings. A function with the attribute `takes_context` is
+called as those of `attention` are, and can serve every encoding: `vllm_attention` has one.
+
 Axes: B batch, H query heads, Q query length, V value width.
 """
 
@@ -73,6 +76,9 @@ def accepts_engine(config: Any, name: str, supported: list[str], max_length: int
     if known or name not in ALL_ATTENTION_FUNCTIONS:
         return False
     encoding = config.position_encoding
+    if getattr(ALL_ATTENTION_FUNCTIONS[name], "takes_context", False):
+        # It checks what it supports itself.
+        return True
     # An engine that keeps keys itself needs no masks, and keeps keys of the width of a head.
     widened = "sdpa" in supported and "blockwise" not in supported and name in AttentionMaskInterface()
     if "flash_attention" not in supported and not widened:

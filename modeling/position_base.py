@@ -218,6 +218,10 @@ class PositionEncoding(nn.Module):
         """Changes new queries (B, H, Q, D) and new keys (B, G, Q, D)."""
         return query, key
 
+    def state_width(self) -> int:
+        """Returns c, the numbers that `cached_state` has for each key head of a token."""
+        return 0
+
     def cached_state(self, hidden: torch.Tensor, key: torch.Tensor, context: PositionContext) -> torch.Tensor:
         """Returns the state of new tokens that is cached beside their keys: (B, G, Q, c), in the type of the keys.
 
@@ -230,10 +234,15 @@ class PositionEncoding(nn.Module):
         """
         raise NotImplementedError(f"{type(self).__name__} has no state")
 
+    @classmethod
+    def added_channels(cls, config: Any, parameters: Any) -> int:
+        """Returns by how many channels `after_cache` widens queries and keys."""
+        return 0
+
     def after_cache(
         self, query: torch.Tensor, key: torch.Tensor, context: PositionContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Changes queries (B, H, Q, D) and all keys (B, G, K, D), the cached ones included. The width may change."""
+        """Changes queries (B, H, Q, D) and all keys (B, G, K, D), the cached ones included. See `added_channels`."""
         return query, key
 
     def bias(self, logits: torch.Tensor, query: torch.Tensor, context: PositionContext, scaling: float) -> torch.Tensor:

@@ -340,6 +340,9 @@ class CoPE(PositionEncoding):
     def _table(self, context: PositionContext) -> torch.Tensor:
         return context.shared[self.name] if self.table is None else self.table(None)
 
+    def state_width(self) -> int:
+        return self.head_dim if self.uses("cached_state") else 0
+
     def cached_state(self, hidden: torch.Tensor, key: torch.Tensor, context: PositionContext) -> torch.Tensor:
         """Returns the gate keys of the new tokens, (B, G, Q, D): W_g h, rotated if the keys are, or unrotated keys."""
         if self.gate_key is None:

@@ -141,6 +141,10 @@ class FoX(PositionEncoding):
         bias = float(parameters.gate_bias_init)
         self.gate = HeadLinear(config.hidden_size, config.num_attention_heads, config.initializer_range, bias=bias)
 
+    def state_width(self) -> int:
+        # Two numbers for each query head.
+        return 2 * self.config.num_attention_heads // self.config.num_key_value_heads
+
     def cached_state(self, hidden: torch.Tensor, key: torch.Tensor, context: PositionContext) -> torch.Tensor:
         """Returns log f in two digits, (B, G, Q, 2 n)."""
         logits = self.gate(hidden)

@@ -250,6 +250,10 @@ class PoPE(PositionEncoding):
         polar = torch.relu(polar) if kind == "relu" else _Softplus.apply(polar.float()).to(features.dtype)
         return torch.cat((polar, plain), dim=-1) if plain.shape[-1] else polar
 
+    @classmethod
+    def added_channels(cls, config: Any, parameters: PoPEParameters) -> int:
+        return rotated_channels(config, parameters)
+
     def after_cache(
         self, query: torch.Tensor, key: torch.Tensor, context: PositionContext
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -76,6 +76,10 @@ class TokenGatedCoPE(PositionEncoding):
         # The matrix W_p.
         self.position_query = LearnedTable(self.head_dim, self.head_dim, std=STD)
 
+    def state_width(self) -> int:
+        # Two numbers for each query head.
+        return 2 * self.config.num_attention_heads // self.config.num_key_value_heads
+
     def cached_state(self, hidden: torch.Tensor, key: torch.Tensor, context: PositionContext) -> torch.Tensor:
         """Returns the gates of the new tokens, (B, G, Q, 2 n): n = H // G heads, two numbers each."""
         B, G, Q, _ = key.shape

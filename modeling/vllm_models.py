@@ -1,0 +1,116 @@
+"""The classes by which vLLM builds models of this package; see `vllm_plugin`."""
+
+from typing import Any
+
+import torch
+import vllm
+from transformers.utils import logging
+
+from .attention_block import AttentionBlock
+from .attention_choice import layer_default
+from .attention_engine import batch_dependence
+from .position_base import head_dim
+from .position_plan import Part, layer_plan, max_length
+from .vllm_plugin import TESTED
+
+logger = logging.get_logger(__name__)
+
+try:
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.model_executor.models.transformers import (
+        TransformersEmbeddingModel,
+        TransformersForCausalLM,
+        TransformersForSequenceClassification,
+    )
+    from vllm.model_executor.models.utils import maybe_prefix
+    from vllm.v1.attention.selector import get_attn_backend
+
+    from .vllm_attention import NATIVE, PAGED, PagedBackend, choose_paged_attention
+except (ImportError, AttributeError, TypeError) as error:
+    raise ImportError(
+        f"vLLM {vllm.__version__} has another interface than vLLM {' and '.join(TESTED)}, with which whatwhere was tested "
+        f"({error}). Install one of these versions."
+    ) from error
+
+
+class _Served:
+    """What serves models of both families; mixed into vLLM's classes for models of Transformers.
+
+    Each attention layer gets an `Attention` of vLLM, for which vLLM allocates pages. Models without a bias in any layer
+    use vLLM's own kernels; for others, `paged_attention_forward` reads and writes the pages, and vLLM does not compile
+    them.
+    """
+
+    def _patch_config(self: Any) -> None:
+        super()._patch_config()  # type: ignore[misc]
+        config = self.text_config
+        encoding = f"position_encoding={config.position_encoding!r}"
+        if reason := batch_dependence(config):
+            raise ValueError(
+                f"{reason} ({encoding}) is not supported in vLLM: keys would depend on other tokens of a batch. Use "
+                "generate()."
+            )
+        limit, wanted = max_length(config), self.model_config.max_model_len
+        if limit is not None and wanted > limit:
+            raise ValueError(f"max_model_len={wanted} is longer than {encoding} supports ({limit} tokens).")
+        config._attn_implementation = NATIVE if self._is_native(config) else PAGED
+
+    def _is_native(self: Any, config: Any) -> bool:
+        """Returns True if vLLM's own kernels compute every layer."""
+        plan = layer_plan(config)
+        if config.attention_weights != "softmax" or any(layer_default(parts) != "sdpa" for parts in plan):
+            return False
+        try:
+            for width in {_native_width(config, parts) for parts in plan}:
+                get_attn_backend(width, torch.get_default_dtype(), self.cache_config.cache_dtype, use_mla=False)
+        except ValueError as error:
+            logger.warning_once(f"vLLM has no kernel for this model ({error}). Slower attention of whatwhere is used.")
+            return False
+        return True
+
+    def _decorate_for_torch_compile(self: Any) -> None:
+        if self.text_config._attn_implementation == NATIVE:
+            super()._decorate_for_torch_compile()  # type: ignore[misc]
+
+    def _create_attention_instances(self: Any, prefix: str = "") -> None:
+        config, world = self.text_config, self.tp_group.world_size
+        native, plan = config._attn_implementation == NATIVE, layer_plan(config)
+        heads, key_heads = config.num_attention_heads // world, max(1, config.num_key_value_heads // world)
+        for name, layer in self.model.named_modules():
+            if not isinstance(layer, AttentionBlock):
+                continue
+            options: dict[str, Any] = {}
+            if native:
+                width = _native_width(config, plan[layer.layer_idx])
+            else:
+                width = head_dim(config) + sum(part.state_width() for part in layer.encodings.hooks["cached_state"])
+                options = {"attn_backend": PagedBackend, "head_size_v": head_dim(config)}
+                choose_paged_attention(layer)
+            layer.first_head = self.tp_group.rank_in_group * heads
+            layer.attn = Attention(
+                heads,
+                width,
+                layer.scaling,
+                key_heads,
+                cache_config=self.cache_config,
+                quant_config=self.quant_config,
+                prefix=maybe_prefix(prefix, f"model.{name}.attn"),
+                **options,
+            )
+
+
+def _native_width(config: Any, parts: list[Part]) -> int:
+    """Returns the width of a layer's rotated keys."""
+    return head_dim(config) + sum(cls.added_channels(config, parameters) for cls, parameters in parts)
+
+
+class ForCausalLM(_Served, TransformersForCausalLM):
+    """A model with a language-modelling head."""
+
+
+class ForSequenceClassification(_Served, TransformersForSequenceClassification):
+    """A model with a classification head."""
+
+
+class EmbeddingModel(_Served, TransformersEmbeddingModel):
+    """A model without a head."""
