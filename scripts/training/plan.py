@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedTokenizerBase
 from transformers.modeling_utils import local_torch_dtype
 
-from whatwhere import attention_triton
+from whatwhere import attention, attention_triton
 
 from ..data.tokenize import build_tokenizer
 from ..errors import Refused
@@ -203,9 +203,12 @@ def _kernels() -> contextlib.AbstractContextManager[Any]:
     """Makes `auto` attention use the Triton kernels, as on a GPU; they have implementations without memory."""
     if attention_triton.import_error():
         return contextlib.nullcontext()
-    return unittest.mock.patch.multiple(
-        attention_triton, runs_by_default=lambda device: True, runs_on=lambda device: True
-    )
+    stack = contextlib.ExitStack()
+    yes = {"new": lambda device: True}
+    stack.enter_context(unittest.mock.patch.object(attention, "_may_have_kernels", **yes))
+    for name in ("runs_by_default", "runs_on"):
+        stack.enter_context(unittest.mock.patch.object(attention_triton, name, **yes))
+    return stack
 
 
 class Tracker(TorchDispatchMode):
