@@ -201,10 +201,10 @@ def test_scripts_do_not_import_the_folders(path: pathlib.Path) -> None:
 
 # Each folder of `scripts/` imports only those before it; the files outside the folders are the first.
 FOLDERS = ["", "data", "toy_tasks", "evaluation", "conversion", "training", "cards", "analysis"]
-FOLDERS += ["benchmark", "reproduction", "commands"]
+FOLDERS += ["benchmark", "reproduction", "commands", "cli"]
 
 
-def import_graph(, "cli") -> dict[pathlib.Path, set[pathlib.Path]]:
+def import_graph() -> dict[pathlib.Path, set[pathlib.Path]]:
     """The files of the package that each file imports, inside functions, too."""
     folders = {"modeling": (), "configuration": ("configuration",), "scripts": ("scripts",)}
     paths = {}

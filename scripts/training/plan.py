@@ -204,10 +204,9 @@ def _kernels() -> contextlib.AbstractContextManager[Any]:
     if attention_triton.import_error():
         return contextlib.nullcontext()
     stack = contextlib.ExitStack()
-    yes = {"new": lambda device: True}
-    stack.enter_context(unittest.mock.patch.object(attention, "_may_have_kernels", **yes))
-    for name in ("runs_by_default", "runs_on"):
-        stack.enter_context(unittest.mock.patch.object(attention_triton, name, **yes))
+    functions = [(attention, "_may_have_kernels"), (attention_triton, "runs_by_default"), (attention_triton, "runs_on")]
+    for module, name in functions:
+        stack.enter_context(unittest.mock.patch.object(module, name, new=lambda device: True))
     return stack
 
 
