@@ -206,7 +206,7 @@ def _kernels() -> contextlib.AbstractContextManager[Any]:
     stack = contextlib.ExitStack()
     functions = [(attention, "_may_have_kernels"), (attention_triton, "runs_by_default"), (attention_triton, "runs_on")]
     for module, name in functions:
-        stack.enter_context(unittest.mock.patch.object(module, name, new=lambda device: True))
+        stack.enter_context(unittest.mock.patch.object(module, name, return_value=True))
     return stack
 
 
