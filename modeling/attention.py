@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from transformers.integrations.sdpa_attention import repeat_kv
 
-from .attention_mask import ranges_mask
+from .attention_mask import key_ranges_mask
 
 
 def attend(
@@ -50,9 +50,9 @@ def auto_attention_forward(
             return output, None
     rows, keys = query.shape[2], key.shape[2]
     if implementation == "sdpa" and mask is None and 1 < rows < keys:
-        # PyTorch's own causal mask aligns the rows to the beginning of the keys. (No ranges for an int.)
+        # PyTorch's own causal mask aligns the rows to the beginning of the keys. (No key ranges for an int.)
         offset = torch.full((), keys - rows, device=query.device)
-        mask = ranges_mask(1, rows, keys, offset, device=query.device)
+        mask = key_ranges_mask(1, rows, keys, offset, device=query.device)
     return attend(layer, query, key, value, mask, context, implementation=implementation, **options)
 
 

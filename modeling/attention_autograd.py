@@ -13,14 +13,14 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from .attention_blockwise import autocast_inputs, block_rows, check_inputs, direct_attention
-from .attention_mask import is_ranges
+from .attention_mask import is_key_ranges
 from .position_base import PositionContext
 
 
 def _rows(context: PositionContext, rows: slice, keys: int) -> PositionContext:
     """Returns the context of some query rows, and of the first `keys` key slots."""
     mask = context.attention_mask
-    if mask is not None and is_ranges(mask):
+    if mask is not None and is_key_ranges(mask):
         mask = torch.cat((mask[:, :, rows], mask[:, :, context.query_positions.shape[1] :]), dim=2)
     return dataclasses.replace(
         context,
@@ -65,8 +65,8 @@ def blockwise_attention_by_autograd(
     block_size = block_size or block_rows(query.device)
 
     def attend(rows: slice, keys: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        part = None if mask is None or is_ranges(mask) else mask[:, :, rows]
-        if mask is not None and is_ranges(mask):
+        part = None if mask is None or is_key_ranges(mask) else mask[:, :, rows]
+        if mask is not None and is_key_ranges(mask):
             part = torch.cat((mask[:, :, rows], mask[:, :, Q:]), dim=2)
 
         def weigh(logits: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from .attention_mask import causal_mask, dense_mask, is_ranges
+from .attention_mask import causal_mask, dense_mask, is_key_ranges
 from .kernel_operator import Operator, check_shapes
 
 # Far below every logit, and far from overflow when biases are added. -inf would give NaN in fully masked rows.
@@ -286,7 +286,7 @@ class _Attention:
         self.aligned = True
         if mask is None:
             return
-        if not is_ranges(mask):
+        if not is_key_ranges(mask):
             self.mask = mask.flip(3)
             return
         low, high = mask[:, 0, : self.Q].long().unbind(-1)
@@ -532,7 +532,7 @@ def _hide(logits: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tensor
     Q, K = logits.shape[2:]
     if mask is None:
         return (logits if Q == 1 else logits.masked_fill(~causal_mask(Q, K, logits.device), MASKED)), None
-    if is_ranges(mask):
+    if is_key_ranges(mask):
         mask = dense_mask(mask, Q)
     if mask.dtype == torch.bool:
         logits = logits.masked_fill(~mask, MASKED)
@@ -574,11 +574,11 @@ def check_inputs(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ma
     (B, H, Q, _), K = query.shape, key.shape[2]
     if mask is None:
         return
-    ranges = mask.dtype == torch.int32 and mask.shape == (B, 1, Q + K, 2)
+    key_ranges = mask.dtype == torch.int32 and mask.shape == (B, 1, Q + K, 2)
     full = mask.dim() == 4 and mask.shape[0] in (1, B) and mask.shape[1] in (1, H) and mask.shape[2:] == (Q, K)
-    if not ranges and not (full and (mask.dtype == torch.bool or mask.is_floating_point())):
+    if not key_ranges and not (full and (mask.dtype == torch.bool or mask.is_floating_point())):
         raise ValueError(
-            f"mask={tuple(mask.shape)!r} of type {mask.dtype!r} is not valid: it must be None, int32 ranges "
+            f"mask={tuple(mask.shape)!r} of type {mask.dtype!r} is not valid: it must be None, int32 key ranges "
             f"{(B, 1, Q + K, 2)!r}, or bool or floating {(B, '1 or ' + str(H), Q, K)!r}."
         )
     if mask.requires_grad:
@@ -608,7 +608,7 @@ def blockwise_attention(
         query: (B, H, Q, D), float16, bfloat16, float32 or float64.
         key: (B, G, K, D), H a multiple of G, K at least Q. Query row i has key slot K - Q + i.
         value: (B, G, K, V).
-        mask: None: causal. int32 (B, 1, Q + K, 2): ranges, see `attention_mask`. bool (B, 1 or H, Q, K): True where
+        mask: None: causal. int32 (B, 1, Q + K, 2): key ranges, see `attention_mask`. bool (B, 1 or H, Q, K): True where
             visible, and nothing else decides (not causality). Floating (B, 1 or H, Q, K): added to the content logits,
             and nothing else decides. Rows that see nothing give 0.
         scaling: the factor on q.k.

@@ -1,10 +1,11 @@
 """The mask of `auto`, `blockwise` and `triton` attention, and its conversion for other implementations.
 
-The mask is linear in the length: "ranges", int32 (B, 1, Q + K, 2). Query row i sees key slot j exactly if
-`low <= j < high` for `low, high = ranges[b, 0, i]`, and slot j is not padding: `ranges[b, 0, Q + j, 0] != 0`. That
-covers causality, padding, packed documents, and the empty slots of a static cache. It has four dimensions because
-Transformers passes 4D masks, such as those from `generate` for a static cache, to the model unchanged. None means
-causal with the rows at the end of the keys. A user's 4D mask, boolean or additive (B, 1 or H, Q, K), is used unchanged.
+The mask is linear in the length: key ranges, int32 (B, 1, Q + K, 2). Query row i sees key slot j exactly if it is in
+the row's range, `low <= j < high` for `low, high = key_ranges[b, 0, i]`, and is not padding: `key_ranges[b, 0, Q + j,
+0]` is not 0. That covers causality, padding, packed documents, and the empty slots of a static cache. There are four
+dimensions because Transformers passes 4D masks, such as those from `generate` for a static cache, to the model
+unchanged. None means causal with the rows at the end of the keys. A user's 4D mask, boolean or additive (B, 1 or H, Q,
+K), is used unchanged.
 
 Axes: B batch, H query heads, Q query length, K key length.
 """
@@ -15,12 +16,12 @@ import torch
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 
 
-def is_ranges(mask: Any) -> bool:
-    """Returns True if a mask has the form of ranges."""
+def is_key_ranges(mask: Any) -> bool:
+    """Returns True if a mask has the form of key ranges."""
     return isinstance(mask, torch.Tensor) and mask.ndim == 4 and mask.dtype == torch.int32
 
 
-def ranges_mask(
+def key_ranges_mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
@@ -32,10 +33,10 @@ def ranges_mask(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """Returns ranges without a GPU synchronisation, or a 4D mask for mask functions that `sdpa` must evaluate.
+    """Returns key ranges without a GPU synchronisation, or a 4D mask for mask functions that `sdpa` must evaluate.
 
     Returns:
-        None for plain causal attention with the rows at the end of the keys, else ranges. Padding rows are fully
+        None for plain causal attention with the rows at the end of the keys, else key ranges. Padding rows are fully
         masked; other rows begin at the first slot of their document that is not left padding.
     """
     if use_vmap:
@@ -63,9 +64,9 @@ def ranges_mask(
         low = torch.maximum(low, first[:, own])
     low = low.expand(batch_size, q_length)
     high = torch.where(valid[:, own], (rows + 1).clamp(max=kv_length), low)
-    ranges = torch.stack((low, torch.maximum(high, low)), dim=-1)
+    key_ranges = torch.stack((low, torch.maximum(high, low)), dim=-1)
     flags = torch.stack((valid, torch.zeros_like(valid)), dim=-1)
-    return torch.cat((ranges.to(torch.int32), flags.to(torch.int32)), dim=1)[:, None]
+    return torch.cat((key_ranges.to(torch.int32), flags.to(torch.int32)), dim=1)[:, None]
 
 
 def _hides_nothing(attention_mask: torch.Tensor | None) -> bool:
@@ -76,11 +77,11 @@ def _hides_nothing(attention_mask: torch.Tensor | None) -> bool:
     return not unknown and bool(attention_mask.all())
 
 
-def dense_mask(ranges: torch.Tensor, query_length: int) -> torch.Tensor:
-    """Returns ranges (B, 1, Q + K, 2) as a boolean mask (B, 1, Q, K), True where visible."""
-    low, high = ranges[:, :, :query_length].unsqueeze(-2).unbind(-1)
-    valid = ranges[:, :, query_length:, 0].unsqueeze(2) != 0
-    slots = torch.arange(valid.shape[-1], device=ranges.device)
+def dense_mask(key_ranges: torch.Tensor, query_length: int) -> torch.Tensor:
+    """Returns key ranges (B, 1, Q + K, 2) as a boolean mask (B, 1, Q, K), True where visible."""
+    low, high = key_ranges[:, :, :query_length].unsqueeze(-2).unbind(-1)
+    valid = key_ranges[:, :, query_length:, 0].unsqueeze(2) != 0
+    slots = torch.arange(valid.shape[-1], device=key_ranges.device)
     return (slots >= low) & (slots < high) & valid
 
 
@@ -91,4 +92,4 @@ def causal_mask(query_length: int, key_length: int, device: torch.device) -> tor
 
 # Transformers looks mask functions up globally; without an entry padding would be ignored.
 for _name in ("auto", "blockwise", "triton"):
-    AttentionMaskInterface.register(_name, ranges_mask)
+    AttentionMaskInterface.register(_name, key_ranges_mask)

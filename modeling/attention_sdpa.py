@@ -9,7 +9,7 @@ import torch
 from transformers.integrations.flex_attention import flex_attention_forward as stock_flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward as stock_sdpa_attention_forward
 
-from .attention_mask import dense_mask, is_ranges
+from .attention_mask import dense_mask, is_key_ranges
 
 # On a CPU, attention gets a mask for this number of rows at a time.
 CPU_ROWS = 128
@@ -21,9 +21,9 @@ def sdpa_attention_forward(
     """Transformers' `sdpa`; a bias is materialised into the mask (B, H, Q, K).
 
     A mask of None has Transformers' meaning: one row attends to all keys, several are causal and aligned to the
-    beginning of the keys. From `auto` it may be ranges, see `attention_mask`.
+    beginning of the keys. From `auto` it may be key ranges, see `attention_mask`.
     """
-    if mask is None or not is_ranges(mask):
+    if mask is None or not is_key_ranges(mask):
         return _sdpa(layer, query, key, value, mask, context, **options)
     Q = query.shape[2]
     if query.device.type != "cpu" or torch.compiler.is_compiling():

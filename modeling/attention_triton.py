@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from .attention_mask import is_ranges
+from .attention_mask import is_key_ranges
 from .position_base import head_dim
 
 logger = logging.get_logger(__name__)
@@ -71,7 +71,7 @@ def unsupported(query: torch.Tensor, attention_mask: Any) -> str | None:
         return f"dtype={query.dtype}; allowed: {', '.join(map(str, DTYPES))}"
     if query.shape[-1] > MAX_HEAD_DIM:
         return f"head_dim={query.shape[-1]}; allowed: at most {MAX_HEAD_DIM}"
-    if attention_mask is not None and not is_ranges(attention_mask):
+    if attention_mask is not None and not is_key_ranges(attention_mask):
         return (
             f"an attention_mask of the shape {tuple(attention_mask.shape)} and type {attention_mask.dtype}; allowed: "
             "None, or 2D (batch, past + new tokens)"
@@ -106,14 +106,20 @@ def run_kernel(
 
 
 def kernel_attention(
-    layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ranges: Any, context: Any, options: dict
+    layer: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_ranges: Any,
+    context: Any,
+    options: dict,
 ) -> torch.Tensor:
     """Calls the kernel of the layer; returns (B, Q, H, D). For the arguments see `attention`."""
     if torch.is_autocast_enabled(query.device.type):
         # Rotated queries and keys may be float32 beside values of autocast's type.
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    given = {"ranges": ranges, "scaling": options["scaling"], "dropout": options.get("dropout", 0.0)}
+    given = {"key_ranges": key_ranges, "scaling": options["scaling"], "dropout": options.get("dropout", 0.0)}
     return run_kernel(layer.encodings, query, key, value, context, **given).transpose(1, 2).contiguous()
 
 

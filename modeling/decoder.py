@@ -19,7 +19,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from .attention_choice import supported_implementations
-from .attention_mask import is_ranges
+from .attention_mask import is_key_ranges
 from .forward_arguments import CACHE, CachedLayer, check_keywords, takes_cache
 from .position_base import PositionContext
 from .pretrained_model import refusal
@@ -211,7 +211,7 @@ def _check_mask(
             )
         return
     has_ranges = config._attn_implementation in ("auto", "blockwise", "triton")
-    if has_ranges and is_ranges(attention_mask) and shape == (batch, 1, length + key_length, 2):
+    if has_ranges and is_key_ranges(attention_mask) and shape == (batch, 1, length + key_length, 2):
         # Made by `create_masks_for_generate` for a static cache.
         return
     fits = (

@@ -39,11 +39,11 @@ def _parts(
     """Yields rows, keys and options of `kernel_flash`: one part, or with relative positions one for each chunk.
 
     tensors: query, key, value, a decay with a gradient (2), the table of relative positions; a decay without one (2),
-    the positions of rows and keys, ranges, and the seed of dropout. The first 6 may get a gradient.
+    the positions of rows and keys, key ranges, and the seed of dropout. The first 6 may get a gradient.
     """
-    query, key, _, *decay, table, row_decay, key_decay, row_positions, key_positions, ranges, seed = tensors
+    query, key, _, *decay, table, row_decay, key_decay, row_positions, key_positions, key_ranges, seed = tensors
     size = query.shape[2] if table is None else chunk_rows(query, 8 * table.shape[0], CHUNK_ROWS)
-    for rows, keys, options in row_parts(query, key, size, ranges=ranges, seed=seed, dropout=dropout):
+    for rows, keys, options in row_parts(query, key, size, key_ranges=key_ranges, seed=seed, dropout=dropout):
         if table is None:
             logit_bias = decay_argument(*(decay if row_decay is None else (row_decay, key_decay)))
         else:
@@ -101,7 +101,7 @@ def plain_attention(
     *,
     decay: tuple[torch.Tensor, torch.Tensor] | None = None,
     relative: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
-    ranges: torch.Tensor | None = None,
+    key_ranges: torch.Tensor | None = None,
     scaling: float,
     dropout: float = 0.0,
 ) -> torch.Tensor:
@@ -116,15 +116,15 @@ def plain_attention(
         relative: relative positions: a table e (P, D) of the distances of positions, in any of the query's types, and
             the positions of rows and keys, integers (1 or B, Q) and (1 or B, K), below 2^29; scaling * q_i.e[distance]
             is added to the logits. Negative distances have the first entry, larger ones the last. Not with a decay.
-        scaling: the factor on q.k and q.e; for it, ranges and dropout see `kernel_flash`.
+        scaling: the factor on q.k and q.e; for it, `key_ranges` and `dropout` see `kernel_flash`.
 
     Returns:
         (B, H, Q, V) in the type of the query; 0 in rows that see nothing.
     """
-    check_inputs(query, key, value, scaling, ranges, as_wide=False)
+    check_inputs(query, key, value, scaling, key_ranges, as_wide=False)
     check_bias(decay, relative, query, key)
     both, (table, *positions) = decay or (None, None), relative or (None, None, None)
     learned = any(one is not None and one.requires_grad for one in both)
     first = (query, key, value, *(both if learned else (None, None)), table)
-    others = (*((None, None) if learned else both), *positions, ranges, dropout_seed(query, dropout))
+    others = (*((None, None) if learned else both), *positions, key_ranges, dropout_seed(query, dropout))
     return _attention(first, others, scaling, dropout)[0]

@@ -202,8 +202,8 @@ def _position_values(
 
 @triton.jit(do_not_specialize=["H", "groups", "Q", "K", "first_row", "row_count", "blocks"])
 def _window_forward(
-    query, key, gate_key, value, values, ranges, logit_bias, window, dropout, scaling, H, groups, Q, K, P, first_row,
-    chunk_rows, row_count, blocks, SHARED: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr,
+    query, key, gate_key, value, values, key_ranges, logit_bias, window, dropout, scaling, H, groups, Q, K, P,
+    first_row, chunk_rows, row_count, blocks, SHARED: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """The window of one block of rows, of `row_count` a head: Q, or with SHARED as many as see what row 0 sees.
@@ -218,9 +218,9 @@ def _window_forward(
     local = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
     rows = first_row + local
     inside = rows < row_count
-    if ranges is not None:
-        ranges += b * (Q + K) * 2
-    low, high = row_limits(ranges, None, 1, rows * 0 if SHARED else rows, Q, K)
+    if key_ranges is not None:
+        key_ranges += b * (Q + K) * 2
+    low, high = row_limits(key_ranges, None, 1, rows * 0 if SHARED else rows, Q, K)
     high = tl.where(inside, high, 0)
     first = first_row + row_block * BLOCK_M
     q = load(pointer(query, b, h), query.row, first, row_count, 0.0, D, BLOCK_M, BLOCK_D, False)
@@ -252,7 +252,7 @@ def _window_forward(
         begin = block * BLOCK_N
         k = load(keys, key.row, begin, K, 0.0, D, BLOCK_N, BLOCK_D, False)
         logits = dot(q, tl.trans(k), None, PRECISION) * scaling
-        seen = seen_keys(ranges, low, high, begin, Q, K, BLOCK_N)
+        seen = seen_keys(key_ranges, low, high, begin, Q, K, BLOCK_N)
         if gate_key is not None:
             gk = load(pointer(gate_key, b, h // groups), gate_key.row, begin, K, 0.0, D, BLOCK_N, BLOCK_D, False)
             gates = tl.sigmoid(dot(q, tl.trans(gk), None, PRECISION) * scaling)
@@ -329,13 +329,13 @@ def _window_gradients(
 
 @triton.jit
 def _load_rows(
-    grad, query, window, delta, ranges, b, h, member, first, Q, K,
+    grad, query, window, delta, key_ranges, b, h, member, first, Q, K,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """What both backward kernels read of the rows first..: limits, queries, gradients, and numbers of the rows."""
     rows = first + tl.arange(0, BLOCK_M)
     inside = rows < Q
-    low, high = row_limits(ranges, None, 1, rows, Q, K)
+    low, high = row_limits(key_ranges, None, 1, rows, Q, K)
     q = load(pointer(query, b, h), query.row, first, Q, 0.0, D, BLOCK_M, BLOCK_D, False)
     do = load(pointer(grad, b, h), grad.row, first, Q, 0.0, D, BLOCK_M, BLOCK_D, False)
     lse = tl.load(window.lse + member * Q + rows, mask=inside, other=NOTHING)
@@ -346,7 +346,7 @@ def _load_rows(
 
 @triton.jit(do_not_specialize=["H", "groups", "Q", "K", "first_row", "blocks"])
 def _window_rows(
-    grad, query, key, gate_key, value, values, ranges, logit_bias, window, delta, dropout, grad_query, levels,
+    grad, query, key, gate_key, value, values, key_ranges, logit_bias, window, delta, dropout, grad_query, levels,
     edge_count, edge_slope, scaling, H, groups, Q, K, P, first_row, chunk_rows, blocks,
     BITS: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -362,10 +362,10 @@ def _window_rows(
     b = member // H
     h = member % H
     local = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
-    if ranges is not None:
-        ranges += b * (Q + K) * 2
+    if key_ranges is not None:
+        key_ranges += b * (Q + K) * 2
     rows, inside, low, high, q, do, row_lse, row_delta, row_stop = _load_rows(
-        grad, query, window, delta, ranges, b, h, member, first_row + row_block * BLOCK_M, Q, K, D, BLOCK_D, BLOCK_M
+        grad, query, window, delta, key_ranges, b, h, member, first_row + row_block * BLOCK_M, Q, K, D, BLOCK_D, BLOCK_M
     )
     here = member * chunk_rows + local
     z = values + here * P
@@ -388,7 +388,7 @@ def _window_rows(
     for block in range(oldest // BLOCK_N, tl.cdiv(tl.load(window.end + this), BLOCK_N)):
         begin = block * BLOCK_N
         columns = begin + tl.arange(0, BLOCK_N)
-        seen = seen_keys(ranges, low, high, begin, Q, K, BLOCK_N) & (columns >= oldest)[None, :]
+        seen = seen_keys(key_ranges, low, high, begin, Q, K, BLOCK_N) & (columns >= oldest)[None, :]
         tl.store(edge_count + edges + block * chunk_rows, count, mask=inside)
         tl.store(edge_slope + edges + block * chunk_rows, slope, mask=inside)
         k = load(pointer(key, b, h // groups), key.row, begin, K, 0.0, D, BLOCK_N, BLOCK_D, False)
@@ -432,7 +432,7 @@ def _window_rows(
 
 @triton.jit(do_not_specialize=["G", "groups", "Q", "K", "first_row", "blocks"])
 def _window_columns(
-    grad, query, key, gate_key, value, values, ranges, logit_bias, window, delta, dropout, edge_count,
+    grad, query, key, gate_key, value, values, key_ranges, logit_bias, window, delta, dropout, edge_count,
     edge_slope, grad_key, grad_gate_key, grad_value, scaling, G, groups, Q, K, P, first_row, chunk_rows, blocks,
     BITS: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -440,7 +440,7 @@ def _window_columns(
     """Adds the chunk's part of dk, dv (and of the gate keys) to float32 (B, G, K, D), for one block of keys."""
     # Keys that no row of the chunk sees are not visited.
     ahead = K
-    if ranges is None:
+    if key_ranges is None:
         ahead = K - Q + tl.minimum(first_row + chunk_rows, Q)
     column_blocks = tl.cdiv(ahead, BLOCK_N)
     block = tl.program_id(0) % column_blocks
@@ -449,8 +449,8 @@ def _window_columns(
     b = member // G
     g = member % G
     columns = begin + tl.arange(0, BLOCK_N)
-    if ranges is not None:
-        ranges += b * (Q + K) * 2
+    if key_ranges is not None:
+        key_ranges += b * (Q + K) * 2
     k = load(pointer(key, b, g), key.row, begin, K, 0.0, D, BLOCK_N, BLOCK_D, False)
     v = load(pointer(value, b, g), value.row, begin, K, 0.0, D, BLOCK_N, BLOCK_D, False)
     gk = None
@@ -482,9 +482,9 @@ def _window_columns(
                 local = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
                 first = first_row + row_block * BLOCK_M
                 rows, inside, low, high, q, do, row_lse, row_delta, row_stop = _load_rows(
-                    grad, query, window, delta, ranges, b, h, of_head, first, Q, K, D, BLOCK_D, BLOCK_M
+                    grad, query, window, delta, key_ranges, b, h, of_head, first, Q, K, D, BLOCK_D, BLOCK_M
                 )
-                seen = seen_keys(ranges, low, high, begin, Q, K, BLOCK_N) & (columns >= oldest)[None, :]
+                seen = seen_keys(key_ranges, low, high, begin, Q, K, BLOCK_N) & (columns >= oldest)[None, :]
                 edge = (of_head * tl.cdiv(K, BLOCK_N) + block) * chunk_rows + local
                 count = tl.load(edge_count + edge, mask=inside, other=0)
                 slope = tl.load(edge_slope + edge, mask=inside, other=0.0)
@@ -537,13 +537,13 @@ class _Pass:
     """What the forward and the backward pass share: shapes, constants, chunks, positions."""
 
     def __init__(self, tensors: Sequence[Any], scaling: float, position_scale: float, dropout: float = 0.0) -> None:
-        query, key, value, table, gate_key, position_query, *others, ranges, seed = tensors
+        query, key, value, table, gate_key, position_query, *others, key_ranges, seed = tensors
         self.query, self.key, self.value, self.gate_key = query, key, value, gate_key
         # What is multiplied with the table.
         self.position_query = query if position_query is None else position_query
         self.own_position_query = position_query is not None
         self.table = table.contiguous()
-        self.ranges = ranges.contiguous() if ranges is not None else None
+        self.key_ranges = key_ranges.contiguous() if key_ranges is not None else None
         self.relative = None if others[0] is None else [one.contiguous() for one in others[:3]]
         self.decay = None if others[3] is None else others[3:]
         self.seed = seed
@@ -584,7 +584,7 @@ class _Pass:
         """Yields rows, keys and options of `kernel_flash` for the keys left of the windows."""
         # With relative positions z of all rows would be quadratic.
         size = self.Q if self.relative is None else self.chunk
-        seen = {"ranges": self.ranges, "seed": self.seed, "dropout": self.probability}
+        seen = {"key_ranges": self.key_ranges, "seed": self.seed, "dropout": self.probability}
         for rows, keys, options in row_parts(self.query, self.key, size, **seen):
             blocks = slice(rows.start // self.rows, triton.cdiv(rows.stop, self.rows))
             options |= {"scaling": self.scaling, "logit_bias": self.logit_bias(rows, keys, grad=grad)}
@@ -630,7 +630,7 @@ class _Pass:
                 (triton.cdiv(min(chunk, Q - first), rows) * B * H,),
                 [Tiles(rows, 32), Tiles(rows, 16)] if shared_rows else self.forward_tiles,
                 (
-                    *(*self.matrices, values, self.ranges, logit_bias, window, self.dropout),
+                    *(*self.matrices, values, self.key_ranges, logit_bias, window, self.dropout),
                     *(self.scaling, H, H // self.G, seen_from, self.K, self.P, first, chunk, Q, blocks),
                 ),
                 {**self.constants, "SHARED": shared_rows},
@@ -646,7 +646,7 @@ class _Pass:
         all dL of a row sum to 0.
         """
         sums = levels.view(torch.float32).view(self.B, self.H, self.chunk, self.P, 2)[:, :, : rows.stop - rows.start]
-        low = 0 if self.ranges is None else self.ranges[:, :, rows, 0]
+        low = 0 if self.key_ranges is None else self.key_ranges[:, :, rows, 0]
         plain = window.start.repeat_interleave(self.rows, dim=-1)[:, :, rows] > low
         left = torch.where(plain, -sums[..., 0, 0], 0.0)
         per_level = sums - torch.nn.functional.pad(sums[..., 1:, :], (0, 0, 0, 1))
@@ -683,7 +683,7 @@ class _Pass:
             place = (Q, K, P, first, chunk, self.blocks)
             rows = slice(first, min(first + chunk, Q))
             logit_bias = self.logit_bias(rows, grad=True)
-            inputs = (heads(grad), *self.matrices, values, self.ranges, logit_bias, window, delta, self.dropout)
+            inputs = (heads(grad), *self.matrices, values, self.key_ranges, logit_bias, window, delta, self.dropout)
             launch(
                 _window_rows,
                 (triton.cdiv(rows.stop - first, self.rows) * members,),
@@ -704,7 +704,7 @@ class _Pass:
                 grad_query[:, :, rows] = part + from_table
             else:
                 grad_query[:, :, rows], grad_position_query[:, :, rows] = part, from_table
-            ahead = K if self.ranges is not None else K - Q + rows.stop
+            ahead = K if self.key_ranges is not None else K - Q + rows.stop
             launch(
                 _window_columns,
                 (triton.cdiv(ahead, columns) * B * self.G,),
@@ -781,7 +781,7 @@ def _decode(tensors: Sequence[Any], scaling: float, position_scale: float, dropo
     return flash_decode(
         *(query, key, value),
         scaling=scaling,
-        ranges=attention.ranges,
+        key_ranges=attention.key_ranges,
         logit_bias=attention.logit_bias(slice(None)),
         bound=(window.start, 0),
         constant=window.constant.view(B, H, 1),
@@ -803,7 +803,7 @@ def cope_attention(
     position_query: torch.Tensor | None = None,
     relative: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     decay: tuple[torch.Tensor, torch.Tensor] | None = None,
-    ranges: torch.Tensor | None = None,
+    key_ranges: torch.Tensor | None = None,
     scaling: float,
     position_scale: float,
     dropout: float = 0.0,
@@ -827,13 +827,13 @@ def cope_attention(
             gradients; c_i - c_j, or 0 if that is positive, is added to the logit of row i and key j (ALiBi). Gates do
             not see it.
         position_scale: the factor on r.e.
-        ranges, scaling, dropout: see `kernel_flash`. Keys that are not seen are not counted; the scaling is that of the
-            gates, too.
+        key_ranges, scaling, dropout: see `kernel_flash`. Keys that are not seen are not counted; the scaling is that of
+            the gates, too.
 
     Returns:
         (B, H, Q, D) in the type of the query. Rows that see nothing are 0.
     """
-    check_inputs(query, key, value, scaling, ranges)
+    check_inputs(query, key, value, scaling, key_ranges)
     if table.dim() != 2 or table.shape[0] != query.shape[3] or table.shape[1] < 2:
         raise ValueError(
             f"table={tuple(table.shape)!r} is not valid: it must be ({query.shape[3]}, P) with P at least 2."
@@ -849,5 +849,5 @@ def cope_attention(
     if any(numbers.requires_grad for numbers in decay or ()):
         raise ValueError("decay is not valid: CoPE's kernels have no gradient for it, it must not require one.")
     first = (query, key, value, table, gate_key, position_query, *(relative or (None,))[:1])
-    others = (*(relative or (None,) * 3)[1:], *(decay or (None, None)), ranges, dropout_seed(query, dropout))
+    others = (*(relative or (None,) * 3)[1:], *(decay or (None, None)), key_ranges, dropout_seed(query, dropout))
     return _attention(first, others, scaling, position_scale, dropout)[0]

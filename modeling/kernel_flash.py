@@ -3,18 +3,18 @@
 These are launchers on raw tensors, without autograd and without checks; the operators are built from them
 (`kernel_bias`, `kernel_pope`, `kernel_cope`), whose functions call `check_inputs`.
 
-Supports: causal attention with rows aligned to the end, and everything that `ranges` can say; grouped heads; query
+Supports: causal attention with rows aligned to the end, and everything that `key_ranges` can say; grouped heads; query
 length at most key length; values of up to 256 channels, keys as wide or up to twice as wide; float32, bfloat16, float16
 (sums always float32); dropout of weights. Does not support: additive masks.
 
 Axes: B batch, H query heads, G key heads, Q query length, K key length, D channels of queries and keys, V channels of
 values, n blocks of rows that share a bound, S splits of the keys in decoding. Query head h uses key head h // (H // G).
 
-Row i sees, without `ranges`, the keys j <= K - Q + i. With `ranges`, int32 (B, 1, Q + K, 2), it sees key j if
-ranges[b, 0, i, 0] <= j < ranges[b, 0, i, 1] and ranges[b, 0, Q + j, 0] != 0, causal or not. With a `bound` in addition
-it sees only keys j < start[b, h, i // rows]. A row that sees no key has output 0 and log-sum-exp +1e30.
+Row i sees, without `key_ranges`, the keys j <= K - Q + i. With `key_ranges`, int32 (B, 1, Q + K, 2), it sees key j if
+key_ranges[b, 0, i, 0] <= j < key_ranges[b, 0, i, 1] and key_ranges[b, 0, Q + j, 0] != 0, causal or not. With a `bound`
+in addition it sees only keys j < start[b, h, i // rows]. A row that sees no key has output 0 and log-sum-exp +1e30.
 
-Functions of all files of kernels take these `ranges`; `scaling`, the positive factor on q.k; and `dropout`, the
+Functions of all files of kernels take these `key_ranges`; `scaling`, the positive factor on q.k; and `dropout`, the
 probability in [0, 1] that a weight is dropped. They raise ValueError for what they do not support.
 """
 
@@ -54,25 +54,25 @@ SCAN = tl.constexpr(512)
 
 
 @triton.jit
-def row_limits(ranges, bound, bound_rows, rows, Q, K):
+def row_limits(key_ranges, bound, bound_rows, rows, Q, K):
     """Rows see keys from `low` up to, but without, `high`. The values of rows from Q on are not defined."""
     low = tl.zeros_like(rows)
     high = rows + (K - Q + 1)
-    if ranges is not None:
-        low = tl.load(ranges + rows * 2, mask=rows < Q, other=0)
-        high = tl.minimum(tl.load(ranges + rows * 2 + 1, mask=rows < Q, other=0), K)
+    if key_ranges is not None:
+        low = tl.load(key_ranges + rows * 2, mask=rows < Q, other=0)
+        high = tl.minimum(tl.load(key_ranges + rows * 2 + 1, mask=rows < Q, other=0), K)
     if bound is not None:
         high = tl.minimum(high, tl.load(bound + rows // bound_rows, mask=rows < Q, other=0))
     return low, high
 
 
 @triton.jit
-def seen_keys(ranges, low, high, start, Q, K, BLOCK_N: tl.constexpr):
+def seen_keys(key_ranges, low, high, start, Q, K, BLOCK_N: tl.constexpr):
     """Which of the keys start.. each row sees, (rows, BLOCK_N)."""
     keys = start + tl.arange(0, BLOCK_N)
     seen = keys[None, :] < high[:, None]
-    if ranges is not None:
-        valid = tl.load(ranges + (Q + keys) * 2, mask=keys < K, other=0) != 0
+    if key_ranges is not None:
+        valid = tl.load(key_ranges + (Q + keys) * 2, mask=keys < K, other=0) != 0
         seen = seen & (keys[None, :] >= low[:, None]) & valid[None, :]
     return seen
 
@@ -135,13 +135,13 @@ def softmax_step(acc, total, top, logits, seen, v, dropout, member, rows, keys, 
 
 
 @triton.jit
-def _key_blocks(ranges, bound, low, high, start_m, Q, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def _key_blocks(key_ranges, bound, low, high, start_m, Q, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """The keys that a block of rows sees: `first` (a multiple of BLOCK_N) to `last`; all rows see those before `full`.
 
-    `full` is a multiple of BLOCK_N, or `first` with ranges.
+    `full` is a multiple of BLOCK_N, or `first` with key ranges.
     """
     inside = start_m + tl.arange(0, BLOCK_M) < Q
-    if ranges is not None:
+    if key_ranges is not None:
         some = inside & (low < high)
         first = tl.maximum(tl.min(tl.where(some, low, K)), 0) // BLOCK_N * BLOCK_N
         last = tl.max(tl.where(some, high, 0))
@@ -159,7 +159,7 @@ def _key_blocks(ranges, bound, low, high, start_m, Q, K, BLOCK_M: tl.constexpr, 
 
 @triton.jit
 def _row_blocks(
-    ranges, bound, bound_blocks, bound_rows, start_n, Q, K,
+    key_ranges, bound, bound_blocks, bound_rows, start_n, Q, K,
     GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """The rows, from `first` up to but without `last`, that see keys of a block; from `full` on they see all of them.
@@ -168,12 +168,12 @@ def _row_blocks(
     """
     # The loops carry scalars: Triton does not know the alignment of what comes from carried tensors, and would not
     # pipeline the loads of a loop over these rows.
-    if ranges is not None:
+    if key_ranges is not None:
         first = Q
         last = 0
         for start in range(0, Q, SCAN):
             rows = start + tl.arange(0, SCAN)
-            low, high = row_limits(ranges, None, 1, rows, Q, K)
+            low, high = row_limits(key_ranges, None, 1, rows, Q, K)
             some = (rows < Q) & (low < high) & (low < start_n + BLOCK_N) & (high > start_n)
             first = tl.minimum(first, tl.min(tl.where(some, rows, Q)))
             last = tl.maximum(last, tl.max(tl.where(some, rows + 1, 0)))
@@ -209,7 +209,7 @@ def _row_blocks(
 
 @triton.jit(do_not_specialize=["H", "groups", "Q", "K", "bound_blocks", "bound_rows"])
 def forward_kernel(
-    query, key, value, out, lse, ranges, bound, logit_bias, dropout, constant, initial_out, initial_lse, scaling, H,
+    query, key, value, out, lse, key_ranges, bound, logit_bias, dropout, constant, initial_out, initial_lse, scaling, H,
     groups, Q, K, bound_blocks, bound_rows, D: tl.constexpr, V: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -224,12 +224,12 @@ def forward_kernel(
     values = pointer(value, b, h // groups)
     rows = start_m + tl.arange(0, BLOCK_M)
     inside = rows < Q
-    if ranges is not None:
-        ranges += b * (Q + K) * 2
+    if key_ranges is not None:
+        key_ranges += b * (Q + K) * 2
     if bound is not None:
         bound += member * bound_blocks
-    low, high = row_limits(ranges, bound, bound_rows, rows, Q, K)
-    first, full, last = _key_blocks(ranges, bound, low, high, start_m, Q, K, BLOCK_M, BLOCK_N)
+    low, high = row_limits(key_ranges, bound, bound_rows, rows, Q, K)
+    first, full, last = _key_blocks(key_ranges, bound, low, high, start_m, Q, K, BLOCK_M, BLOCK_N)
     q = load(pointer(query, b, h), query.row, start_m, Q, 0.0, D, BLOCK_M, BLOCK_D, False)
     if logit_bias is not None:
         of_rows = bias_rows(logit_bias, b, h, member, rows, inside, Q, K, 1)
@@ -252,7 +252,7 @@ def forward_kernel(
 
     scale = scaling * LOG2_E
     # First the keys that all rows see, then those that need a mask.
-    for masked in tl.static_range(0 if ranges is None else 1, 2):
+    for masked in tl.static_range(0 if key_ranges is None else 1, 2):
         for start in range(full if masked else first, last if masked else full, BLOCK_N):
             k = load(keys, key.row, start, K, 0.0, D, BLOCK_N, BLOCK_D, not masked)
             v = load(values, value.row, start, K, 0.0, V, BLOCK_N, BLOCK_V, not masked)
@@ -260,7 +260,7 @@ def forward_kernel(
             columns = start + tl.arange(0, BLOCK_N)[None, :]
             if logit_bias is not None:
                 logits += bias_values(logit_bias, of_rows, columns, K) * LOG2_E
-            seen = seen_keys(ranges, low, high, start, Q, K, BLOCK_N) if masked else None
+            seen = seen_keys(key_ranges, low, high, start, Q, K, BLOCK_N) if masked else None
             acc, total, top = softmax_step(
                 acc, total, top, logits, seen, v, dropout, member, rows[:, None], columns, PRECISION
             )
@@ -289,8 +289,8 @@ def row_products_kernel(
 
 @triton.jit(do_not_specialize=["H", "groups", "Q", "K", "bound_blocks", "bound_rows"])
 def backward_rows_kernel(
-    grad, query, key, value, lse, delta, grad_query, grad_decay, ranges, bound, logit_bias, dropout, initial, scaling,
-    H, groups, Q, K, bound_blocks, bound_rows, D: tl.constexpr, V: tl.constexpr, PRECISION: tl.constexpr,
+    grad, query, key, value, lse, delta, grad_query, grad_decay, key_ranges, bound, logit_bias, dropout, initial,
+    scaling, H, groups, Q, K, bound_blocks, bound_rows, D: tl.constexpr, V: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One program: the gradient of BLOCK_M query rows of one head."""
@@ -302,12 +302,12 @@ def backward_rows_kernel(
     keys = pointer(key, b, h // groups)
     values = pointer(value, b, h // groups)
     rows = start_m + tl.arange(0, BLOCK_M)
-    if ranges is not None:
-        ranges += b * (Q + K) * 2
+    if key_ranges is not None:
+        key_ranges += b * (Q + K) * 2
     if bound is not None:
         bound += member * bound_blocks
-    low, high = row_limits(ranges, bound, bound_rows, rows, Q, K)
-    first, full, last = _key_blocks(ranges, bound, low, high, start_m, Q, K, BLOCK_M, BLOCK_N)
+    low, high = row_limits(key_ranges, bound, bound_rows, rows, Q, K)
+    first, full, last = _key_blocks(key_ranges, bound, low, high, start_m, Q, K, BLOCK_M, BLOCK_N)
     q = load(pointer(query, b, h), query.row, start_m, Q, 0.0, D, BLOCK_M, BLOCK_D, False)
     grad_tile = load(pointer(grad, b, h), grad.row, start_m, Q, 0.0, V, BLOCK_M, BLOCK_V, False)
     row_lse = tl.load(lse + member * Q + rows, mask=rows < Q, other=0.0) * LOG2_E
@@ -320,7 +320,7 @@ def backward_rows_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     sums = tl.zeros([BLOCK_M], dtype=tl.float32)
     # First the keys that all rows see, then those that need a mask.
-    for masked in tl.static_range(0 if ranges is None else 1, 2):
+    for masked in tl.static_range(0 if key_ranges is None else 1, 2):
         for start in range(full if masked else first, last if masked else full, BLOCK_N):
             k = load(keys, key.row, start, K, 0.0, D, BLOCK_N, BLOCK_D, not masked)
             v = load(values, value.row, start, K, 0.0, V, BLOCK_N, BLOCK_V, not masked)
@@ -330,7 +330,7 @@ def backward_rows_kernel(
                 logits += bias_values(logit_bias, of_rows, columns, K) * LOG2_E
             weights = tl.exp2(logits - row_lse[:, None])
             if masked:
-                weights = tl.where(seen_keys(ranges, low, high, start, Q, K, BLOCK_N), weights, 0.0)
+                weights = tl.where(seen_keys(key_ranges, low, high, start, Q, K, BLOCK_N), weights, 0.0)
             grad_weights = dot(grad_tile, tl.trans(v), None, PRECISION)
             grad_weights = apply_dropout(grad_weights, dropout, member, rows[:, None], columns)
             grad_logits = weights * (grad_weights - row_delta[:, None])
@@ -352,7 +352,7 @@ def backward_rows_kernel(
 
 @triton.jit(do_not_specialize=["G", "Q", "K", "bound_blocks", "bound_rows"])
 def backward_columns_kernel(
-    grad, query, key, value, lse, delta, grad_key, grad_value, grad_decay, ranges, bound, logit_bias, dropout,
+    grad, query, key, value, lse, delta, grad_key, grad_value, grad_decay, key_ranges, bound, logit_bias, dropout,
     initial_key, initial_value, scaling, G, Q, K, bound_blocks, bound_rows, GROUPS: tl.constexpr, BLOCK_G: tl.constexpr,
     D: tl.constexpr, V: tl.constexpr, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -370,12 +370,14 @@ def backward_columns_kernel(
     delta += member * GROUPS * Q
     keys = start_n + tl.arange(0, BLOCK_N)
     valid = keys < K
-    if ranges is not None:
-        ranges += b * (Q + K) * 2
-        valid = tl.load(ranges + (Q + keys) * 2, mask=valid, other=0) != 0
+    if key_ranges is not None:
+        key_ranges += b * (Q + K) * 2
+        valid = tl.load(key_ranges + (Q + keys) * 2, mask=valid, other=0) != 0
     if bound is not None:
         bound += member * GROUPS * bound_blocks
-    first, full, last = _row_blocks(ranges, bound, bound_blocks, bound_rows, start_n, Q, K, GROUPS, BLOCK_M, BLOCK_N)
+    first, full, last = _row_blocks(
+        key_ranges, bound, bound_blocks, bound_rows, start_n, Q, K, GROUPS, BLOCK_M, BLOCK_N
+    )
     k = load(pointer(key, b, g), key.row, start_n, K, 0.0, D, BLOCK_N, BLOCK_D, False)
     v = load(pointer(value, b, g), value.row, start_n, K, 0.0, V, BLOCK_N, BLOCK_V, False)
 
@@ -386,7 +388,7 @@ def backward_columns_kernel(
     of_group = tl.arange(0, BLOCK_G)[None, :]
     grad_c = tl.zeros([BLOCK_N, BLOCK_G], dtype=tl.float32)
     # First the rows that need a mask, then those that see all keys of the block.
-    for whole in tl.static_range(0, 2 if ranges is None else 1):
+    for whole in tl.static_range(0, 2 if key_ranges is None else 1):
         # One loop over rows and heads: nested loops would copy the accumulators, which costs their registers again.
         for index in range(
             (full if whole else first) // BLOCK_M * GROUPS, (last if whole else full) // BLOCK_M * GROUPS
@@ -407,9 +409,9 @@ def backward_columns_kernel(
                 head_bound = bound
                 if bound is not None:
                     head_bound = bound + h * bound_blocks
-                low, high = row_limits(ranges, head_bound, bound_rows, rows, Q, K)
+                low, high = row_limits(key_ranges, head_bound, bound_rows, rows, Q, K)
                 seen = keys[:, None] < high[None, :]
-                if ranges is not None:
+                if key_ranges is not None:
                     seen = seen & (keys[:, None] >= low[None, :]) & valid[:, None]
                 weights = tl.where(seen, weights, 0.0)
             grad_tile = load(grads + h * grad.head, grad.row, start, Q, 0.0, V, BLOCK_M, BLOCK_V, False)
@@ -436,7 +438,7 @@ def backward_columns_kernel(
 
 @triton.jit(do_not_specialize=["G", "groups", "K", "splits"])
 def decode_kernel(
-    query, key, value, out, top_lse, ranges, bound, polar, logit_bias, scaling, G, groups, K, splits,
+    query, key, value, out, top_lse, key_ranges, bound, polar, logit_bias, scaling, G, groups, K, splits,
     D: tl.constexpr, V: tl.constexpr, R: tl.constexpr, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -456,10 +458,10 @@ def decode_kernel(
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     first = 0
     last = K
-    if ranges is not None:
-        ranges += b * (1 + K) * 2
-        first = tl.maximum(tl.load(ranges), 0)
-        last = tl.minimum(tl.load(ranges + 1), K)
+    if key_ranges is not None:
+        key_ranges += b * (1 + K) * 2
+        first = tl.maximum(tl.load(key_ranges), 0)
+        last = tl.minimum(tl.load(key_ranges + 1), K)
     if bound is not None:
         last = tl.minimum(last, tl.load(bound + member * blocks + block))
     low = tl.zeros([BLOCK_M], dtype=tl.int32) + first
@@ -489,7 +491,7 @@ def decode_kernel(
         if logit_bias is not None:
             logits += bias_values(logit_bias, of_rows, begin + tl.arange(0, BLOCK_N)[None, :], K) * LOG2_E
         v = load(values, value.row, begin, K, 0.0, V, BLOCK_N, BLOCK_V, False)
-        seen = seen_keys(ranges, low, high, begin, 1, K, BLOCK_N)
+        seen = seen_keys(key_ranges, low, high, begin, 1, K, BLOCK_N)
         acc, total, top = softmax_step(acc, total, top, logits, seen, v, None, None, None, None, PRECISION)
     nothing = total == 0.0
     total = tl.where(nothing, 1.0, total)
@@ -587,10 +589,10 @@ SCRATCH_FACTOR, SCRATCH_BYTES = 4, 32 << 20
 
 
 def check_inputs(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, ranges: torch.Tensor | None, *,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, key_ranges: torch.Tensor | None, *,
     as_wide: bool = True,
 ) -> None:  # fmt: skip
-    """Raises ValueError if shapes or types of query, key, value (B, H or G, Q or K, D or V) or ranges do not fit.
+    """Raises ValueError if shapes or types of query, key, value (B, H or G, Q or K, D or V) or key ranges do not fit.
 
     as_wide: values must have D channels.
     """
@@ -611,9 +613,9 @@ def check_inputs(
         )
     if not scaling > 0:
         raise ValueError(f"scaling={scaling!r} is not valid: it must be positive.")
-    if ranges is not None and (ranges.dtype != torch.int32 or ranges.shape != (B, 1, Q + K, 2)):
+    if key_ranges is not None and (key_ranges.dtype != torch.int32 or key_ranges.shape != (B, 1, Q + K, 2)):
         raise ValueError(
-            f"ranges={tuple(ranges.shape)!r} of type {ranges.dtype!r} is not valid: it must be int32 "
+            f"key_ranges={tuple(key_ranges.shape)!r} of type {key_ranges.dtype!r} is not valid: it must be int32 "
             f"{(B, 1, Q + K, 2)!r}."
         )
 
@@ -644,20 +646,20 @@ def chunk_rows(query: torch.Tensor, row_bytes: int, multiple: int) -> int:
 
 
 def row_parts(
-    query: torch.Tensor, key: torch.Tensor, size: int, *, ranges: torch.Tensor | None, seed: torch.Tensor | None,
+    query: torch.Tensor, key: torch.Tensor, size: int, *, key_ranges: torch.Tensor | None, seed: torch.Tensor | None,
     dropout: float,
 ) -> Iterator[tuple[slice, slice, dict[str, Any]]]:  # fmt: skip
     """Yields so many rows of queries at a time, the keys that they may see, and options of `flash_forward` for them."""
     Q, K = query.shape[2], key.shape[2]
     for first in range(0, Q, size):
         rows = slice(first, min(first + size, Q))
-        keys = slice(0, K if ranges is not None else K - Q + rows.stop)
-        visible = ranges
-        if ranges is not None and size < Q:
-            visible = torch.cat((ranges[:, :, rows], ranges[:, :, Q:]), dim=2)
+        keys = slice(0, K if key_ranges is not None else K - Q + rows.stop)
+        visible = key_ranges
+        if key_ranges is not None and size < Q:
+            visible = torch.cat((key_ranges[:, :, rows], key_ranges[:, :, Q:]), dim=2)
         # Each part counts its rows from 0.
         own_seed = seed + first if seed is not None and first else seed
-        yield rows, keys, {"ranges": visible, "dropout": dropout_arguments(own_seed, dropout)}
+        yield rows, keys, {"key_ranges": visible, "dropout": dropout_arguments(own_seed, dropout)}
 
 
 class _Call:
@@ -665,13 +667,13 @@ class _Call:
 
     def __init__(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scaling: float,
-        ranges: torch.Tensor | None = None, logit_bias: Any = None, dropout: Dropout | None = None,
+        key_ranges: torch.Tensor | None = None, logit_bias: Any = None, dropout: Dropout | None = None,
         bound: tuple[torch.Tensor, int] | None = None,
     ) -> None:  # fmt: skip
         start, bound_rows = bound or (None, 1)
         (B, H, Q, D), (_, G, K, V) = query.shape, value.shape
         self.matrices = (heads(query), heads(key), heads(value))
-        self.options = (_contiguous(ranges), _contiguous(start), logit_bias, dropout)
+        self.options = (_contiguous(key_ranges), _contiguous(start), logit_bias, dropout)
         self.scaling, self.shape = float(scaling), (B, H, G, Q, K, V)
         self.lengths = (Q, K, 0 if start is None else start.shape[-1], bound_rows)
         widths = {"D": D, "V": V, "BLOCK_D": block_width(D), "BLOCK_V": block_width(V)}
@@ -717,7 +719,7 @@ def flash_forward(
             +1e30 in rows that saw nothing.
         options: of all launchers; all but scaling are optional.
             scaling: the factor on q.k, positive.
-            ranges: int32 (B, 1, Q + K, 2), or None: causal. See the top of the file.
+            key_ranges: int32 (B, 1, Q + K, 2), or None: causal. See the top of the file.
             logit_bias: of `decay_argument` or `relative_argument`.
             dropout: of `dropout_arguments`.
             bound: (start, rows), start int32 (B, H, n) with n at least Q / rows: row i sees only keys before
@@ -828,7 +830,7 @@ def flash_decode(
     """
     call = _Call(query, key, value, **options)
     B, H, G, _, K, V = call.shape
-    ranges, start, logit_bias, _ = call.options
+    key_ranges, start, logit_bias, _ = call.options
     rows = decode_rows(H // G)
     blocks = triton.cdiv(H // G, rows)
     constant = _contiguous(constant)
@@ -842,7 +844,7 @@ def flash_decode(
         decode_kernel,
         lambda tiles: (splits * blocks * B * G,),
         [dataclasses.replace(one, rows=rows) for one in _DECODE[query.dtype == torch.float32 and V > 128 :]],
-        (*call.matrices, parts, top_lse, ranges, start, tables, logit_bias, call.scaling, G, H // G, K, splits),
+        (*call.matrices, parts, top_lse, key_ranges, start, tables, logit_bias, call.scaling, G, H // G, K, splits),
         {**call.constants, "R": R},
         key=(rows,),
     )

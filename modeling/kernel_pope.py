@@ -109,7 +109,7 @@ def _parts(tensors: Sequence[Any], dropout: float) -> Iterator[tuple[Any, ...]]:
     arguments of `_turn` for both; values; and options of `kernel_flash`.
     """
     # The first four may get gradients.
-    query, key, value, shift, *phases, ranges, seed = tensors
+    query, key, value, shift, *phases, key_ranges, seed = tensors
     (B, H, Q, D), (_, G, K, _) = query.shape, key.shape
     n = H // G
     budget = max(SCRATCH_BYTES, query.numel() * query.element_size())
@@ -123,14 +123,14 @@ def _parts(tensors: Sequence[Any], dropout: float) -> Iterator[tuple[Any, ...]]:
             keys, queries = slice(group, group + groups), slice(group * n, (group + groups) * n)
             # Each part counts its heads from 0.
             own_seed = None if seed is None else seed + (first * G + group)
-            visible = None if ranges is None else ranges[batch]
+            visible = None if key_ranges is None else key_ranges[batch]
             yield (
                 (batch, queries),
                 (batch, keys),
                 (query[batch, queries], (cos_q, sin_q), None if shift is None else shift[queries].contiguous()),
                 (key[batch, keys], (cos_k, sin_k), None),
                 value[batch, keys],
-                {"ranges": visible, "dropout": dropout_arguments(own_seed, dropout)},
+                {"key_ranges": visible, "dropout": dropout_arguments(own_seed, dropout)},
             )
 
 
@@ -176,8 +176,8 @@ def _backward(
 
 
 def _decode(tensors: Sequence[Any], scaling: float, dropout: float) -> torch.Tensor:
-    query, key, value, shift, *phases, ranges, _ = tensors
-    return flash_decode(query, key, value, scaling=scaling, ranges=ranges, polar=(*phases, shift))
+    query, key, value, shift, *phases, key_ranges, _ = tensors
+    return flash_decode(query, key, value, scaling=scaling, key_ranges=key_ranges, polar=(*phases, shift))
 
 
 _attention = Operator("pope", "float scaling, float dropout", _forward, _backward, _decode)
@@ -208,7 +208,7 @@ def pope_attention(
     value: torch.Tensor,
     tables: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None],
     *,
-    ranges: torch.Tensor | None = None,
+    key_ranges: torch.Tensor | None = None,
     scaling: float,
     dropout: float = 0.0,
 ) -> torch.Tensor:
@@ -221,14 +221,14 @@ def pope_attention(
         tables: cosines and sines of the queries (1 or B, Q, R), cosines and sines of the keys (1 or B, K, R), float32,
             or float16 beside half precision; then the shift (H, R), subtracted from the phases of the queries, float32,
             or None.
-        ranges, scaling, dropout: see `kernel_flash`.
+        key_ranges, scaling, dropout: see `kernel_flash`.
 
     Returns:
         (B, H, Q, D) in the type of the query; 0 in rows that see nothing.
     """
     *phases, shift = tables
-    check_inputs(query, key, value, scaling, ranges)
+    check_inputs(query, key, value, scaling, key_ranges)
     _check(query, key, phases, shift)
     shift = None if shift is None else shift.float()
-    others = (*phases, ranges, dropout_seed(query, dropout))
+    others = (*phases, key_ranges, dropout_seed(query, dropout))
     return _attention((query, key, value, shift), others, scaling, dropout)[0]

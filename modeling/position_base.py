@@ -145,7 +145,7 @@ class PositionContext:
         if mask.ndim == 2:
             visible = mask != 0
         elif mask.dtype == torch.int32:
-            # The ranges of `attention_mask`.
+            # The key ranges of `attention_mask`.
             visible = mask[:, 0, self.query_positions.shape[1] :, 0] != 0
         else:
             last = mask[:, 0, -1]
@@ -285,7 +285,7 @@ class PositionEncoding(nn.Module):
 
         Args:
             query: (B, H, Q, D). key, value: (B, G, K, D), keys as cached. context: the context of this layer.
-            options: `ranges`, the mask (see `attention_mask`), or None for causal; `scaling`, the factor on q.k;
+            options: `key_ranges`, the mask (see `attention_mask`), or None for causal; `scaling`, the factor on q.k;
                 `dropout`, the probability of dropping an attention weight, 0 outside training; and what the other
                 encodings of a sum returned.
 

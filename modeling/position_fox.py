@@ -161,9 +161,9 @@ class FoX(PositionEncoding):
         (log_forget,), _ = self.bias_inputs(context, 1.0)
         Q, K = query.shape[2], log_forget.shape[2]
         slots = torch.arange(K - Q, K, device=query.device)[None]
-        if (ranges := options["ranges"]) is not None:
-            log_forget = log_forget * (ranges[:, :, Q:, 0] != 0)
-            slots = ranges[:, 0, :Q, 1].long() - 1
+        if (key_ranges := options["key_ranges"]) is not None:
+            log_forget = log_forget * (key_ranges[:, :, Q:, 0] != 0)
+            slots = key_ranges[:, 0, :Q, 1].long() - 1
         # In float64: differences of sums over thousands of tokens keep their digits. The gradients of the rows' numbers
         # are 0 but for rounding errors, which would otherwise add up over the keys.
         sums = log_forget.double().cumsum(-1)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from .attention_mask import dense_mask, is_ranges
+from .attention_mask import dense_mask, is_key_ranges
 from .position_base import Parameters, PositionContext, PositionEncoding, head_dim
 
 
@@ -314,8 +314,8 @@ def decode_on_cpu(
 ) -> torch.Tensor:
     """Attention of one query (B, H, 1, D) to all keys (B, G, K, D), some keys at a time; rotated keys are not written.
 
-    `query` and `key` are magnitudes, the tables cos and sin as in `_Turn`. The mask is None for all keys, ranges, or
-    (B, 1 or H, 1, K), bool or additive. Returns (B, H, 1, V), in the type of the query.
+    `query` and `key` are magnitudes, the tables cos and sin as in `_Turn`. The mask is None for all keys, key ranges,
+    or (B, 1 or H, 1, K), bool or additive. Returns (B, H, 1, V), in the type of the query.
     """
     B, G, K, D = key.shape
     H, R = query.shape[1], query_tables[0].shape[-1]
@@ -338,7 +338,7 @@ def decode_on_cpu(
             products.append(product)
         logits = torch.cat(products, dim=2).transpose(2, 3).reshape(B, H, 1, K) * scaling
         if mask is not None:
-            mask = dense_mask(mask, 1) if is_ranges(mask) else mask
+            mask = dense_mask(mask, 1) if is_key_ranges(mask) else mask
             lowest = torch.finfo(dtype).min
             logits = logits.masked_fill(~mask, lowest) if mask.dtype == torch.bool else logits + mask
         weights = torch.softmax(logits, dim=-1).to(value.dtype)

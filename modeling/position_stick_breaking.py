@@ -28,7 +28,7 @@ from .attention_blockwise import (
     check_inputs,
     direct_attention,
 )
-from .attention_mask import causal_mask, dense_mask, is_ranges
+from .attention_mask import causal_mask, dense_mask, is_key_ranges
 from .learned_table import LearnedTable
 from .position_base import Parameters, PositionContext, PositionEncoding
 
@@ -183,8 +183,8 @@ def stick_breaking_attention(
 
     Args:
         query, key, value, scaling, block_size, direct: see `blockwise_attention`.
-        mask: None, ranges, or a 4D mask, as there. With a 4D mask the newest key that a row sees is its own token, as
-            in the masks of static caches and of trees.
+        mask: None, key ranges, or a 4D mask, as there. With a 4D mask the newest key that a row sees is its own token,
+            as in the masks of static caches and of trees.
         inclusive: tokens may attend to themselves.
         dropout: probability of dropping a weight; the remainder is that of all weights.
 
@@ -196,10 +196,10 @@ def stick_breaking_attention(
     check_inputs(query, key, value, mask.detach() if direct and mask is not None else mask)
     query, key, value = autocast_inputs(query, key, value)
     at_once = direct or (direct is None and query.shape[2] <= DIRECT_ROWS)
-    if not inclusive and (at_once or not (mask is None or is_ranges(mask))):
+    if not inclusive and (at_once or not (mask is None or is_key_ranges(mask))):
         if mask is None:
             mask = causal_mask(query.shape[2], key.shape[2], query.device)[None, None]
-        mask = _without_own(dense_mask(mask, query.shape[2]) if is_ranges(mask) else mask)
+        mask = _without_own(dense_mask(mask, query.shape[2]) if is_key_ranges(mask) else mask)
     if not at_once:
         biases = [BiasInputs(StickBias, (), (not inclusive,))]
         output, remainder = attend_in_blocks(query, key, value, mask, scaling, biases, dropout, block_size)
@@ -255,25 +255,25 @@ def _fused_supports(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
         and dtype == key.dtype == value.dtype
         and query.shape[2] == key.shape[2]
         and max(query.shape[3], value.shape[3]) <= 256
-        and (mask is None or is_ranges(mask))
+        and (mask is None or is_key_ranges(mask))
         and dropout == 0
         and _fused_attention() is not None
     )
 
 
-def _documents(ranges: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+def _documents(key_ranges: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Returns the tokens that are not padding, in B * T, and where documents begin and end among them, for Q = K = T.
 
     None if that does not describe what the rows see, or everything is padding.
     """
-    B, T = ranges.shape[0], ranges.shape[2] // 2
-    (low, high), valid = ranges[:, 0, :T].unbind(-1), ranges[:, 0, T:, 0] != 0
-    newest = torch.arange(1, T + 1, device=ranges.device)
+    B, T = key_ranges.shape[0], key_ranges.shape[2] // 2
+    (low, high), valid = key_ranges[:, 0, :T].unbind(-1), key_ranges[:, 0, T:, 0] != 0
+    newest = torch.arange(1, T + 1, device=key_ranges.device)
     differs = ((high > low) != valid) | (valid & (high != newest))
     tokens = valid.flatten().nonzero()[:, 0]
     if not len(tokens) or bool(differs.any()):
         return None
-    document = low + T * torch.arange(B, device=ranges.device)[:, None]
+    document = low + T * torch.arange(B, device=key_ranges.device)[:, None]
     _, lengths = torch.unique_consecutive(document.flatten()[tokens], return_counts=True)
     return tokens, F.pad(lengths.cumsum(0), (1, 0))
 

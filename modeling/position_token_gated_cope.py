@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from .attention_blockwise import compute_dtype, join_digits, split_digits
-from .attention_mask import is_ranges
+from .attention_mask import is_key_ranges
 from .head_linear import HeadLinear
 from .learned_table import LearnedTable
 from .position_base import HIDDEN, Parameters, PositionContext, PositionEncoding
@@ -112,15 +112,15 @@ class TokenGatedCoPE(PositionEncoding):
         from .kernel_bias import plain_attention
 
         gates, table = self._gates(context), self.table(None).float()
-        if (ranges := options["ranges"]) is None:
+        if (key_ranges := options["key_ranges"]) is None:
             positions = gates.double().cumsum(-1)
         else:
             Q = query.shape[2]
             starts = context.once(
-                "token_starts", lambda: token_starts(ranges, Q, check=is_ranges(context.attention_mask))
+                "token_starts", lambda: token_starts(key_ranges, Q, check=is_key_ranges(context.attention_mask))
             )
             # In float64: differences of sums over thousands of tokens keep their digits.
-            sums = gates.masked_fill(ranges[:, :, Q:, 0] == 0, 0.0).double().cumsum(-1)
+            sums = gates.masked_fill(key_ranges[:, :, Q:, 0] == 0, 0.0).double().cumsum(-1)
             positions = sums - F.pad(sums, (1, 0)).gather(-1, starts[:, None].expand(sums.shape))
         P = table.shape[0]
         positions = positions.to(gates.dtype).clamp(0, P - 1.001)
@@ -135,18 +135,18 @@ class TokenGatedCoPE(PositionEncoding):
         return plain_attention(query, key, value, **options)
 
 
-def token_starts(ranges: torch.Tensor, query_length: int, *, check: bool) -> torch.Tensor:
+def token_starts(key_ranges: torch.Tensor, query_length: int, *, check: bool) -> torch.Tensor:
     """Returns the first token of each token's document, int64 (B, K), any slot for tokens that no row sees.
 
-    Of ranges (B, 1, Q + K, 2), see `attention_mask`. With `check` they are read, which waits for the device. Raises
+    Of key ranges (B, 1, Q + K, 2), see `attention_mask`. With `check` they are read, which waits for the device. Raises
     ValueError if rows that see a token begin at different ones.
     """
-    key_length = ranges.shape[2] - query_length
-    low, high = ranges[:, 0, :query_length].long().clamp(0, key_length).unbind(-1)
+    key_length = key_ranges.shape[2] - query_length
+    low, high = key_ranges[:, 0, :query_length].long().clamp(0, key_length).unbind(-1)
     sees = low < high
     begins = torch.where(sees, low, 0)
     # Documents are contiguous: a token's one begins at the last slot, up to its own, at which a row begins.
-    starts = low.new_zeros(ranges.shape[0], key_length).scatter_(1, begins, begins).cummax(-1).values
+    starts = low.new_zeros(key_ranges.shape[0], key_length).scatter_(1, begins, begins).cummax(-1).values
     if check and not torch.compiler.is_compiling():
         last = starts.gather(1, (high - 1).clamp(min=0))
         if bool((sees & (last != low)).any()):

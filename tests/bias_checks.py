@@ -3,7 +3,7 @@
 import torch
 
 import oracles
-from tiny import bias_of, ranges_of
+from tiny import bias_of, key_ranges_of
 from whatwhere.attention_blockwise import MASKED, blockwise_attention
 
 # A document after padding, another one, padding.
@@ -52,7 +52,7 @@ def check_bias(encoding, states, oracle, context, *, segments=None, inputs=(), p
     logits = (query @ key.repeat_interleave(H // G, 1).transpose(2, 3) * 0.5).masked_fill(~visible, MASKED)
     weights = torch.softmax(logits + encoding.bias(logits, query, context, 0.5), -1) * visible.any(-1, keepdim=True)
     outs = [weights @ value.repeat_interleave(H // G, 1)]
-    mask = ranges_of(segments and [segments] * B, Q)
+    mask = key_ranges_of(segments and [segments] * B, Q)
     biases = [bias_of(part, context, 0.5) for part in parts or [encoding]]
     for direct in (False, True):
         options = {"mask": mask, "scaling": 0.5, "biases": biases, "block_size": 4, "direct": direct}

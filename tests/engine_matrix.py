@@ -217,15 +217,16 @@ def for_engine(name: str, quick: tuple[str, ...] | None = None, **modes: list[An
     """Parametrises a test by `encoding` and `expected`, the cells of an engine's column.
 
     Encodings that are not `quick` are marked slow, if that is given. `modes` is one more argument and its values:
-    encodings that are quick get all of them, the others one each, by turns; "compiled" is slow.
+    encodings that are quick get all of them, the others one each, by turns; "compiled", which is slow, only the former.
     The test compares "works" with the plain model, finds the message of "refused", and runs a stand-in for the engine
     in cells "not run here".
     """
     ((argument, values),) = modes.items() or [("", [""])]
+    turns = [value for value in values if value != "compiled"]
     cases = []
     for index, one in enumerate(whatwhere.list_position_encodings()):
         few = quick is None or one in quick
-        for value in values if few else [values[index % len(values)]]:
+        for value in values if few else [turns[index % len(turns)]]:
             marks = () if few and value != "compiled" else pytest.mark.slow
             own = [value] if argument else []
             cases.append(

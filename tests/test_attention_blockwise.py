@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, StaticCache
 
 import whatwhere.attention_blockwise as blockwise
-from tiny import LargestTensor, causal_lm_class, ranges_of, slow_but, tiny_config, tiny_model, tokens
+from tiny import LargestTensor, causal_lm_class, key_ranges_of, slow_but, tiny_config, tiny_model, tokens
 from whatwhere.attention_blockwise import BLOCK_BIASES, MASKED, BiasInputs, blockwise_attention
 from whatwhere.attention_choice import supported_implementations
 from whatwhere.position_cope import GatedCoPEBias
@@ -77,7 +77,7 @@ class Case:
                 # One direction that all queries and keys share moves all gates.
                 self.query[..., 0], self.key[..., 0] = abs(logit), math.copysign(1.0, logit) * math.sqrt(D)
         self.scaling = D**-0.5
-        self.segments, self.mask = segments, ranges_of(segments, Q)
+        self.segments, self.mask = segments, key_ranges_of(segments, Q)
         self.grad = torch.randn(B, H, Q, V, dtype=torch.float64).to(dtype)
         query_positions, key_positions = positions_of(segments, Q, K)
         self.tables = []
@@ -345,7 +345,7 @@ def test_gradcheck(encoding):
 def test_opcheck(mask):
     case = Case("cope+relative", 20, 30, dtype=torch.float32)
     masks = {None: None, "bool": torch.rand(2, 1, 20, 30) < 0.5}
-    mask = masks[mask] if mask in masks else ranges_of(segments_of(mask, 2, 30), 20)
+    mask = masks[mask] if mask in masks else key_ranges_of(segments_of(mask, 2, 30), 20)
     table, relative, *positions = (tensor for bias in case.biases for tensor in bias.tensors)
     tensors = [case.query, case.key, case.value, table, relative, None, None]
     others = [None, None, *positions, mask, torch.tensor([5])]

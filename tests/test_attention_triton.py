@@ -19,15 +19,15 @@ from tiny import (
     LargestTensor,
     check_operator,
     in_steps,
+    key_ranges_of,
     position_context,
-    ranges_of,
     slow_but,
     tiny_config,
     tiny_model,
     tokens,
 )
 from whatwhere.attention_choice import supported_implementations
-from whatwhere.attention_mask import dense_mask, is_ranges, ranges_mask
+from whatwhere.attention_mask import dense_mask, is_key_ranges, key_ranges_mask
 from whatwhere.position_base import PositionContext
 from whatwhere.position_cope import CoPE
 
@@ -168,21 +168,21 @@ GEOMETRIES = {
 def test_ranges_are_the_mask_of_transformers(geometry):
     """Row by row what `sdpa_mask` shows, but for padding, which sees nothing here."""
     rows, slots = geometry["q_length"], geometry["kv_length"]
-    ranges = ranges_mask(batch_size=2, **geometry)
+    key_ranges = key_ranges_mask(batch_size=2, **geometry)
     expected = sdpa_mask(batch_size=2, allow_is_causal_skip=False, **geometry)
-    if ranges is None:
+    if key_ranges is None:
         assert torch.equal(expected, torch.ones(rows, slots, dtype=torch.bool).tril(slots - rows).expand_as(expected))
         return
-    assert is_ranges(ranges)
-    assert ranges.shape == (2, 1, rows + slots, 2)
-    assert ranges.is_contiguous()
+    assert is_key_ranges(key_ranges)
+    assert key_ranges.shape == (2, 1, rows + slots, 2)
+    assert key_ranges.is_contiguous()
     first = int(geometry.get("q_offset", 0)) - geometry.get("kv_offset", 0)
     if "attention_mask" in geometry:
         own = torch.nn.functional.pad(geometry["attention_mask"], (0, slots))[:, first : first + rows]
         expected = expected & own[:, None, :, None]
-    assert torch.equal(dense_mask(ranges, rows), expected)
+    assert torch.equal(dense_mask(key_ranges, rows), expected)
     # No tile is visited for nothing: the first slot and the last are seen, unless nothing is.
-    low, high = ranges[:, 0, :rows].unbind(-1)
+    low, high = key_ranges[:, 0, :rows].unbind(-1)
     seen = expected[:, 0].any(-1)
     assert torch.equal(low[seen].long(), expected[:, 0].int().argmax(-1)[seen])
     assert torch.equal(high[seen].long(), slots - expected[:, 0].flip(-1).int().argmax(-1)[seen])
@@ -190,9 +190,9 @@ def test_ranges_are_the_mask_of_transformers(geometry):
 
 
 def test_plain_causal_attention_needs_no_mask():
-    assert ranges_mask(2, 7, 7) is None
-    assert ranges_mask(2, 3, 7, q_offset=4) is None
-    assert ranges_mask(2, 3, 7, q_offset=0) is not None
+    assert key_ranges_mask(2, 7, 7) is None
+    assert key_ranges_mask(2, 3, 7, q_offset=4) is None
+    assert key_ranges_mask(2, 3, 7, q_offset=0) is not None
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES.values(), ids=GEOMETRIES)
@@ -201,8 +201,8 @@ def test_ranges_do_not_wait_for_the_device(geometry):
     moved = {name: value.to("meta") if isinstance(value, torch.Tensor) else value for name, value in geometry.items()}
     if "mask_function" in moved:
         moved["mask_function"] = lambda batch, head, row, slot: (batch == row) | (row >= slot)
-    ranges = ranges_mask(batch_size=2, device="meta", **moved)
-    assert ranges is None or ranges.shape == (2, 1, geometry["q_length"] + geometry["kv_length"], 2)
+    key_ranges = key_ranges_mask(batch_size=2, device="meta", **moved)
+    assert key_ranges is None or key_ranges.shape == (2, 1, geometry["q_length"] + geometry["kv_length"], 2)
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
@@ -226,13 +226,13 @@ def test_masks_through_transformers_and_a_cache(static):
             )
             for layer in range(2):
                 cache.update(*torch.zeros(2, 2, 2, end - start, 8), layer)
-    for ranges, expected, rows, past in zip(masks["triton"], masks["sdpa"], (8, 3, 1), (0, 8, 11)):
+    for key_ranges, expected, rows, past in zip(masks["triton"], masks["sdpa"], (8, 3, 1), (0, 8, 11)):
         own = mask[:, past : past + rows].bool()[:, None, :, None]
-        assert torch.equal(dense_mask(ranges, rows), expected & own)
+        assert torch.equal(dense_mask(key_ranges, rows), expected & own)
         positions = (mask.cumsum(-1) - 1)[:, past : past + rows]
         contexts = [
             PositionContext(positions, given, torch.tensor(past), expected.shape[-1])
-            for given in (ranges, mask[:, : past + rows])
+            for given in (key_ranges, mask[:, : past + rows])
         ]
         assert torch.equal(*(context.key_positions for context in contexts))
         assert torch.equal(*(context.key_mask for context in contexts))
@@ -240,7 +240,7 @@ def test_masks_through_transformers_and_a_cache(static):
 
 
 def test_mask_functions_of_the_user_make_a_4d_mask():
-    mask = ranges_mask(
+    mask = key_ranges_mask(
         batch_size=1,
         q_length=3,
         kv_length=3,
@@ -398,7 +398,7 @@ def test_auto_is_never_the_interpreter(monkeypatch):
 
 @pytest.mark.parametrize("encoding", ["pope", "cope", ["pope", "none"]], ids=str)
 def test_masks_of_auto_for_pytorch(encoding, monkeypatch):
-    """What `auto` hands on: ranges; and to PyTorch's attention a mask where its own causal one would be wrong."""
+    """What `auto` hands on: key ranges; and to PyTorch's attention a mask where its own causal one would be wrong."""
     model, seen = tiny_model("llama", encoding, "auto", num_key_value_heads=4), []
     attend = attention.attend
 
@@ -431,7 +431,7 @@ def test_masks_of_auto_for_pytorch(encoding, monkeypatch):
                 if fast == "sdpa":
                     assert (None if made is None else made.dtype) == dtype
                 elif made is not None:
-                    assert is_ranges(made)
+                    assert is_key_ranges(made)
 
 
 @pytest.mark.parametrize("encoding", ["pope", ["pope", "none"], ["rope", "alibi"]], ids=str)
@@ -456,9 +456,9 @@ def test_rows_at_a_time_are_eager_attention(encoding, kind, monkeypatch):
 def test_rows_at_a_time_need_no_quadratic_mask():
     query, key, value = torch.rand(1, 2, 1024, 8), torch.rand(1, 2, 1024, 8), torch.rand(1, 2, 1024, 4)
     module = types.SimpleNamespace(encodings=types.SimpleNamespace(hooks={"bias": []}))
-    ranges = ranges_of([-1] * 100 + [0] * 924, 1024)
+    key_ranges = key_ranges_of([-1] * 100 + [0] * 924, 1024)
     with torch.no_grad(), LargestTensor() as largest:
-        attention_sdpa.sdpa_attention_forward(module, query, key, value, ranges, None, scaling=0.3, dropout=0.0)
+        attention_sdpa.sdpa_attention_forward(module, query, key, value, key_ranges, None, scaling=0.3, dropout=0.0)
     assert largest.largest <= 4 * attention_sdpa.CPU_ROWS * 1024
     assert attention_sdpa.CPU_ROWS <= 256
 
@@ -549,10 +549,10 @@ def test_plain_attention(limited, decay):
     """Against PyTorch's own, with every gradient; one row, without and with gradients; as operators."""
     query = torch.randn(2, 4, 17, 16, requires_grad=True)
     key, value = (torch.randn(2, 2, 21, 16, requires_grad=True) for _ in range(2))
-    inputs, ranges, mask = (query, key, value), None, torch.ones(17, 21, dtype=torch.bool).tril(4)
+    inputs, key_ranges, mask = (query, key, value), None, torch.ones(17, 21, dtype=torch.bool).tril(4)
     if limited:
-        ranges = ranges_mask(2, 17, 21, q_offset=4, attention_mask=padding("left", "hole").bool())
-        mask = dense_mask(ranges, 17)
+        key_ranges = key_ranges_mask(2, 17, 21, q_offset=4, attention_mask=padding("left", "hole").bool())
+        mask = dense_mask(key_ranges, 17)
     bias = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
     numbers = None
     if decay:
@@ -564,17 +564,17 @@ def test_plain_attention(limited, decay):
     truth = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=bias, scale=0.3, enable_gqa=True
     ).nan_to_num()
-    out = plain_attention(*inputs[:3], decay=numbers, ranges=ranges, scaling=0.3)
+    out = plain_attention(*inputs[:3], decay=numbers, key_ranges=key_ranges, scaling=0.3)
     grad = torch.randn_like(out)
     if limited:
         grad = grad * (mask.any(-1)[..., None])
     all_close([out, *torch.autograd.grad(out, inputs, grad)], [truth, *torch.autograd.grad(truth, inputs, grad)], 1e-5)
-    last = None if ranges is None else ranges[:, :, 16:]
+    last = None if key_ranges is None else key_ranges[:, :, 16:]
     step = (query[:, :, 16:], key, value)
     of_step = None if numbers is None else (numbers[0][:, :, 16:], numbers[1])
     for trained in (True, False):
         with torch.set_grad_enabled(trained):
-            row = plain_attention(*step, decay=of_step, ranges=last, scaling=0.3)
+            row = plain_attention(*step, decay=of_step, key_ranges=last, scaling=0.3)
         assert row.requires_grad == trained
         close(row, truth[:, :, 16:])
     if not limited:
@@ -683,7 +683,7 @@ def test_heads_of_another_rank():
     for first in (0, 2):
         context = model.model.shared_encodings(query, position_context(torch.arange(7)[None], head_offset=first))
         states = query[:, first:], key[:, first // 2 :], value[:, first // 2 :]
-        found.append(layer.encodings["pope"].kernel(*states, context, ranges=None, scaling=0.3, dropout=0.0))
+        found.append(layer.encodings["pope"].kernel(*states, context, key_ranges=None, scaling=0.3, dropout=0.0))
     whole, part = found
     close(part, whole[:, 2:], 1e-6)
 

@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
 import compile_kernels
+from oracles import contextual_positions_of_all
 from tiny import slow_but
 from whatwhere import kernel_bias, kernel_cope, kernel_flash, kernel_launch, kernel_pope
 from whatwhere.scripts.benchmark import references, report
@@ -408,11 +409,11 @@ def test_stages_of_the_benchmark(monkeypatch, tmp_path):
 def test_rounding_at_integers_is_no_mistake(monkeypatch):
     """Positions just above an integer may be taken for just below, where the slope is another one."""
 
-    def kernel(query, key, value, table, *, gate_key, position_query, ranges, scaling, position_scale, dropout):
+    def kernel(query, key, value, table, *, gate_key, position_query, key_ranges, scaling, position_scale, dropout):
         seen = visible(query.shape[2], key.shape[2], torch.arange(query.shape[2]))
         logits = query @ key.transpose(2, 3) * scaling
         gates = torch.sigmoid(logits) * seen
-        positions = gates.flip(-1).cumsum(-1).flip(-1)
+        positions = contextual_positions_of_all(gates)
         last = table.shape[1] - 1
         z = query @ table * position_scale
         floor = (positions.detach() - 4e-5).clamp(0, last).long()
@@ -445,8 +446,8 @@ def test_undecided_rows():
     found = references.undecided_rows(query, key, torch.tensor([1, 2]), **options)
     # The first row sees one key, up to 0.5.
     assert found.tolist() == [[[False, True, False, False]]]
-    ranges = torch.tensor([[0, 4]] * 4 + [[1, 0]] * 4, dtype=torch.int32)[None, None]
-    found = references.undecided_rows(query, key, torch.tensor([1, 2]), ranges=ranges, **options)
+    key_ranges = torch.tensor([[0, 4]] * 4 + [[1, 0]] * 4, dtype=torch.int32)[None, None]
+    found = references.undecided_rows(query, key, torch.tensor([1, 2]), key_ranges=key_ranges, **options)
     assert found.tolist() == [[[True, True, False, False]]]
 
 

@@ -9,6 +9,7 @@ import torch
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
 from compile_kernels import recording
+from oracles import contextual_positions_of_all
 from tiny import check_operator, slow_but
 from whatwhere import kernel_cope
 from whatwhere.attention_mask import dense_mask
@@ -30,7 +31,7 @@ def wide_tiles(monkeypatch):
 
 
 def causal_limits(batch, rows, keys, low=None, valid=None):
-    """`ranges` (B, 1, Q + K, 2) of causal rows at the end of the keys; low (B, Q), valid (B, K)."""
+    """`key_ranges` (B, 1, Q + K, 2) of causal rows at the end of the keys; low (B, Q), valid (B, K)."""
     high = torch.arange(keys - rows + 1, keys + 1).expand(batch, rows)
     low = torch.zeros(batch, rows, dtype=torch.long) if low is None else low
     valid = torch.ones(batch, keys, dtype=torch.bool) if valid is None else valid
@@ -51,7 +52,7 @@ def reference(
     embeddings=None,
     decay=None,
     places=None,
-    ranges=None,
+    key_ranges=None,
     scaling=0.25,
     position_scale=0.25,
 ):
@@ -59,13 +60,14 @@ def reference(
     K, groups = key.shape[2], H // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     content = query @ key.transpose(2, 3) * scaling
-    opening = content
+    gate_logits = content
     if gate_key is not None:
-        opening = query @ gate_key.repeat_interleave(groups, 1).transpose(2, 3) * scaling
-    mask = torch.ones(Q, K, dtype=torch.bool).tril(K - Q)[None, None] if ranges is None else dense_mask(ranges, Q)
-    gates = torch.sigmoid(opening).masked_fill(~mask, 0)
+        gate_logits = query @ gate_key.repeat_interleave(groups, 1).transpose(2, 3) * scaling
+    causal = torch.ones(Q, K, dtype=torch.bool).tril(K - Q)[None, None]
+    mask = causal if key_ranges is None else dense_mask(key_ranges, Q)
+    gates = torch.sigmoid(gate_logits).masked_fill(~mask, 0)
     last = table.shape[1] - 1
-    positions = gates.flip(-1).cumsum(-1).flip(-1).clamp(max=last)
+    positions = contextual_positions_of_all(gates, last)
     z = (query if position_query is None else position_query) @ table * position_scale
     # NaN is no index.
     floor = positions.detach().long().clamp(0, last)
@@ -97,7 +99,7 @@ def inputs(batch, heads, groups, rows, keys, channels, positions=16, openness=0.
 
 def compare(
     tensors,
-    ranges=None,
+    key_ranges=None,
     tolerance=2e-5,
     scaling=0.25,
     position_scale=0.25,
@@ -107,7 +109,7 @@ def compare(
     positions=None,
 ):
     """Compares the output and every gradient with the float64 reference."""
-    options = {"ranges": ranges, "scaling": scaling, "position_scale": position_scale, "decay": decay}
+    options = {"key_ranges": key_ranges, "scaling": scaling, "position_scale": position_scale, "decay": decay}
     tensors = [*tensors, position_query, embeddings]
     *main, gate_key, _, _ = tensors
     relative = None if embeddings is None else (embeddings, *positions)
@@ -169,20 +171,20 @@ def padded_and_packed(rows, keys):
 )
 def test_padding_holes_and_documents(rows, keys, openness):
     """Keys that a row does not see are not counted; rows that see nothing give 0."""
-    ranges = padded_and_packed(rows, keys)
+    key_ranges = padded_and_packed(rows, keys)
     tensors = inputs(3, 2, 1, rows, keys, 16, openness=openness)
-    compare(tensors, ranges)
+    compare(tensors, key_ranges)
     if rows == keys:
-        out = cope_attention(*tensors[:4], ranges=ranges, scaling=0.25, position_scale=0.25)
+        out = cope_attention(*tensors[:4], key_ranges=key_ranges, scaling=0.25, position_scale=0.25)
         assert out[0, :, :13].abs().max() == 0
         assert out[1, :, -11:].abs().max() == 0
 
 
 def test_rows_that_see_the_future():
     """Limits need not be causal."""
-    ranges = causal_limits(1, 40, 100)
-    ranges[:, :, :40, 1] = 100
-    compare(inputs(1, 2, 2, 40, 100, 16), ranges)
+    key_ranges = causal_limits(1, 40, 100)
+    key_ranges[:, :, :40, 1] = 100
+    compare(inputs(1, 2, 2, 40, 100, 16), key_ranges)
 
 
 @pytest.mark.slow
@@ -247,11 +249,11 @@ def test_decay(rows, keys, openness, separate, dtype):
     """Added to the logits, not to the gates; in the windows and left of them."""
     tensors = inputs(3, 4, 2, rows, keys, 16, openness=openness, separate=separate, dtype=dtype)
     decay = decay_of(3, 4, rows, keys)
-    ranges = None
+    key_ranges = None
     if keys == 70:
-        ranges = documents_of_30(rows, keys)
+        key_ranges = documents_of_30(rows, keys)
     tolerance = 2e-5 if dtype == torch.float32 else 2e-2
-    compare(tensors, ranges, decay=decay, tolerance=tolerance)
+    compare(tensors, key_ranges, decay=decay, tolerance=tolerance)
     compare(
         [one if one is None else one[:1].detach().requires_grad_() for one in tensors[:3]] + tensors[3:4] + [None],
         decay=[one[:1] for one in decay],
@@ -277,10 +279,10 @@ def test_relative_positions(rows, keys, openness, separate, dtype, chunks, reque
         request.getfixturevalue("little_scratch")
     tensors = inputs(3, 4, 2, rows, keys, 16, openness=openness, separate=separate, dtype=dtype)
     embeddings = torch.randn(20, 16).to(dtype).requires_grad_()
-    ranges = documents_of_30(rows, keys)
+    key_ranges = documents_of_30(rows, keys)
     places = torch.arange(keys) % 30 + torch.arange(3)[:, None]
     options = {"embeddings": embeddings, "tolerance": 2e-5 if dtype == torch.float32 else 2e-2}
-    compare(tensors, ranges, positions=(places[:, keys - rows :], places), **options)
+    compare(tensors, key_ranges, positions=(places[:, keys - rows :], places), **options)
     places = torch.arange(keys)[None] + 5
     compare(tensors, positions=(places[:, keys - rows :], places), **options)
     with torch.no_grad():
@@ -356,12 +358,12 @@ def test_decoding(openness, separate, rotated):
     with torch.no_grad():
         tensors = inputs(3, 4, 2, 1, 257, 16, openness=openness, separate=separate)
         tensors.append(torch.randn(3, 4, 1, 16) if rotated else None)
-        ranges, decay = padded_and_packed(1, 257), decay_of(3, 4, 1, 257) if rotated else None
-        for bounds in (None, ranges):
-            options = {"ranges": bounds, "scaling": 0.25, "position_scale": 0.25, "decay": decay}
+        key_ranges, decay = padded_and_packed(1, 257), decay_of(3, 4, 1, 257) if rotated else None
+        for bounds in (None, key_ranges):
+            options = {"key_ranges": bounds, "scaling": 0.25, "position_scale": 0.25, "decay": decay}
             out = cope_attention(*tensors[:4], gate_key=tensors[4], position_query=tensors[5], **options)
             exact = [None if one is None else one.double() for one in tensors]
-            expected = reference(*exact, decay=decay, ranges=bounds)
+            expected = reference(*exact, decay=decay, key_ranges=bounds)
             assert (out - expected).norm() / expected.norm() < 2e-5
 
 
@@ -503,7 +505,7 @@ def test_operator_of_decoding():
         ({"decay": (torch.zeros(1, 1, 10), torch.zeros(1, 1, 10, requires_grad=True))}, "no gradient"),
         ({"relative": (torch.zeros(4, 8), torch.zeros(1, 10), torch.zeros(1, 10))}, r"table=\(4, 8\)"),
         ({"relative": (torch.zeros(4, 16), torch.zeros(1, 9), torch.zeros(1, 10))}, r"positions=\(1, 9\)"),
-        ({"ranges": torch.zeros(1, 1, 20, 2)}, "ranges="),
+        ({"key_ranges": torch.zeros(1, 1, 20, 2)}, "key_ranges="),
         ({"scaling": 0.0}, "scaling=0.0"),
     ],
 )

@@ -49,9 +49,9 @@ PAIRS = [
 ]
 
 
-def visible_by(ranges: torch.Tensor | None, Q: int, K: int) -> torch.Tensor:
+def visible_by(key_ranges: torch.Tensor | None, Q: int, K: int) -> torch.Tensor:
     """bool (1 or B, 1, Q, K)."""
-    return torch.ones(1, 1, Q, K, dtype=torch.bool).tril(K - Q) if ranges is None else dense_mask(ranges, Q)
+    return torch.ones(1, 1, Q, K, dtype=torch.bool).tril(K - Q) if key_ranges is None else dense_mask(key_ranges, Q)
 
 
 def polar_of(R: int, B: int, H: int, K: int) -> tuple[torch.Tensor, ...]:
@@ -115,20 +115,20 @@ def with_tiles(*tiles: Tiles):
     return mock.patch.object(kernel_flash, "_candidates", return_value=(*tiles, Tiles(16, 16)))
 
 
-def check(shape, tiles, *, V=None, ranges=None, bound=None, dtype=torch.float32, tolerance=2e-5) -> None:
+def check(shape, tiles, *, V=None, key_ranges=None, bound=None, dtype=torch.float32, tolerance=2e-5) -> None:
     B, H, _, Q, K, D = shape
     scaling = 0.7 / math.sqrt(D)
     tensors = inputs(shape, dtype, V)
     query, key, value, grad = tensors
     wanted = leaves(tensors[:3])
-    visible = visible_by(ranges, Q, K)
+    visible = visible_by(key_ranges, Q, K)
     if bound is not None:
         start, rows = bound
         visible = visible & (torch.arange(K) < start[:, :, torch.arange(Q) // rows, None])
     out, lse = reference(*wanted, visible, scaling)
     expected = torch.autograd.grad(out, wanted, grad.double())
 
-    settings = {"scaling": scaling, "ranges": ranges, "bound": bound}
+    settings = {"scaling": scaling, "key_ranges": key_ranges, "bound": bound}
     with with_tiles(tiles):
         actual, actual_lse = kernel_flash.flash_forward(query, key, value, **settings)
         delta = kernel_flash.row_products(grad, actual)
@@ -150,7 +150,7 @@ def check(shape, tiles, *, V=None, ranges=None, bound=None, dtype=torch.float32,
 @pytest.mark.parametrize(("shape", "tiles", "mask"), PAIRS)
 def test_equals_full_matrices(shape: tuple[int, ...], tiles: Tiles, mask: str) -> None:
     B, _, _, Q, K, _ = shape
-    check(shape, tiles, ranges=mask_of(mask, B, Q, K))
+    check(shape, tiles, key_ranges=mask_of(mask, B, Q, K))
 
 
 @pytest.mark.parametrize(
@@ -170,12 +170,12 @@ def test_bound(mask: str, shape: str, rows: int) -> None:
     # Rising with the rows in the first head, in any order in the others, some of them 0.
     start = torch.randint(-1, K + 10, (B, H, -(-Q // rows)), dtype=torch.int32)
     start[:, 0] = start[:, 0].sort(-1).values
-    check(sizes, tiles, ranges=mask_of(mask, B, Q, K), bound=(start, rows))
+    check(sizes, tiles, key_ranges=mask_of(mask, B, Q, K), bound=(start, rows))
 
 
 def test_nothing_is_seen() -> None:
-    ranges = torch.zeros(1, 1, 40 + 40, 2, dtype=torch.int32)
-    check((1, 2, 1, 40, 40, 16), Tiles(16, 16), ranges=ranges)
+    key_ranges = torch.zeros(1, 1, 40 + 40, 2, dtype=torch.int32)
+    check((1, 2, 1, 40, 40, 16), Tiles(16, 16), key_ranges=key_ranges)
 
 
 def first_attention(empty: torch.Tensor, D: int) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
@@ -200,8 +200,8 @@ def test_continues_an_attention(mask: str, shape: str) -> None:
     B, H, _, Q, K, D = sizes
     scaling = 0.3
     query, key, value, grad = tensors = inputs(sizes)
-    ranges = mask_of(mask, B, Q, K)
-    visible = visible_by(ranges, Q, K)
+    key_ranges = mask_of(mask, B, Q, K)
+    visible = visible_by(key_ranges, Q, K)
     bound = (torch.randint(0, K, (B, H, -(-Q // 16)), dtype=torch.int32), 16)
     visible = visible & (torch.arange(K) < bound[0][:, :, torch.arange(Q) // 16, None])
     constant = 3 * torch.randn(B, H, Q)
@@ -212,7 +212,7 @@ def test_continues_an_attention(mask: str, shape: str) -> None:
     wanted = leaves(tensors[:3])
     out, lse = reference(*wanted, visible, scaling, constant=constant.double(), others=others)
     expected = torch.autograd.grad(out, wanted, grad.double())
-    settings = {"scaling": scaling, "ranges": ranges, "bound": bound}
+    settings = {"scaling": scaling, "key_ranges": key_ranges, "bound": bound}
     first = torch.randn(B, H, Q, D)
     firsts = torch.randn_like(key.contiguous()), torch.randn_like(value.contiguous())
     with with_tiles(tiles):
@@ -244,7 +244,7 @@ def test_continues_an_attention(mask: str, shape: str) -> None:
 def test_values_narrower_than_keys(shape: str, mask: str, V: int) -> None:
     sizes, tiles = SHAPES[shape]
     B, _, _, Q, K, _ = sizes
-    check(sizes, tiles, V=V, ranges=mask_of(mask, B, Q, K))
+    check(sizes, tiles, V=V, key_ranges=mask_of(mask, B, Q, K))
 
 
 def _high(on: bool) -> None:
@@ -317,16 +317,16 @@ def decoding_with(splits: int) -> Iterator[None]:
 def test_decode(mask: str, part: float, splits: int) -> None:
     B, H, G, K, D = 2, 3, 1, 101, 40
     query, key, value, _ = tensors = inputs((B, H, G, 1, K, D))
-    ranges = None
+    key_ranges = None
     if mask != "causal":
-        ranges = torch.ones(B, 1, 1 + K, 2, dtype=torch.int32)
+        key_ranges = torch.ones(B, 1, 1 + K, 2, dtype=torch.int32)
         first, last = {"window": (37, 90), "padding": (5, K), "nothing": (0, 0)}[mask]
-        ranges[:, 0, 0] = torch.tensor([first, last])
-        ranges[0, 0, 60:70] = 0
+        key_ranges[:, 0, 0] = torch.tensor([first, last])
+        key_ranges[0, 0, 60:70] = 0
     polar = polar_of(int(part * D), B, H, K) if part else None
-    expected, _ = reference(*leaves(tensors[:3]), visible_by(ranges, 1, K), 0.2, polar)
+    expected, _ = reference(*leaves(tensors[:3]), visible_by(key_ranges, 1, K), 0.2, polar)
     with decoding_with(splits):
-        out = kernel_flash.flash_decode(query, key, value, scaling=0.2, ranges=ranges, polar=polar)
+        out = kernel_flash.flash_decode(query, key, value, scaling=0.2, key_ranges=key_ranges, polar=polar)
     close(out, expected)
 
 
@@ -372,5 +372,5 @@ def test_wrong_arguments() -> None:
         plain_attention(query, key, value, scaling=-1.0)
     with pytest.raises(ValueError, match=r"decay=\(1, 2, 4\)"):
         plain_attention(query, key, value, scaling=1.0, decay=(torch.zeros(1, 2, 4), torch.zeros(1, 2, 5)))
-    with pytest.raises(ValueError, match="ranges="):
-        plain_attention(query, key, value, scaling=1.0, ranges=torch.zeros(1, 1, 40, 2, dtype=torch.int32))
+    with pytest.raises(ValueError, match="key_ranges="):
+        plain_attention(query, key, value, scaling=1.0, key_ranges=torch.zeros(1, 1, 40, 2, dtype=torch.int32))

@@ -174,13 +174,13 @@ for module in (kernel_cope, kernel_flash, kernel_pope):
 
 def call(rows, keys, packed):
     query, key, value = (torch.empty(2, 4, length, 64, dtype=torch.bfloat16) for length in (rows, keys, keys))
-    ranges = torch.empty(2, 1, rows + keys, 2, dtype=torch.int32) if packed else None
+    key_ranges = torch.empty(2, 1, rows + keys, 2, dtype=torch.int32) if packed else None
     table = torch.empty(64, 32)
     phases = [torch.empty(1, length, 64).half() for length in (rows, rows, keys, keys)]
     for one in (query, key, value):
         one.requires_grad_(rows > 1)
-    cope = cope_attention(query, key, value, table, ranges=ranges, scaling=0.1, position_scale=1.0)
-    pope = pope_attention(query, key, value, (*phases, torch.empty(4, 64)), ranges=ranges, scaling=0.1)
+    cope = cope_attention(query, key, value, table, key_ranges=key_ranges, scaling=0.1, position_scale=1.0)
+    pope = pope_attention(query, key, value, (*phases, torch.empty(4, 64)), key_ranges=key_ranges, scaling=0.1)
     if rows > 1:
         (cope + pope).sum().backward()
 
@@ -194,13 +194,13 @@ print(json.dumps({name: len(keys) for name, keys in found.items()}))
 
 
 def test_lengths_do_not_compile_kernels_again(tmp_path):
-    """200 decoding steps and ten lengths, with and without ranges, as a GPU's driver would see them."""
+    """200 decoding steps and ten lengths, with and without key ranges, as a GPU's driver would see them."""
     (tmp_path / "count.py").write_text(COUNT, encoding="utf-8")
     path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
     said = python("count.py", env={"TRITON_INTERPRET": None, "PYTHONPATH": path}, cwd=tmp_path)
     counts = json.loads(said.splitlines()[-1])
     assert counts.keys() >= {"forward_kernel", "decode_kernel", "_window_forward", "_window_columns", "turn_kernel"}
-    # With and without ranges; and a cache whose strides are, or are not, multiples of 16.
+    # With and without key ranges; and a cache whose strides are, or are not, multiples of 16.
     assert max(counts.values()) <= 4, counts
 
 

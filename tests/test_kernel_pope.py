@@ -38,7 +38,7 @@ def inputs(shape, dtype=torch.float32, *, shifted=True, per_entry=False):
     return query, key, value, (cos[:, K - Q :], sin[:, K - Q :], cos, sin, shift)
 
 
-def reference(query, key, value, tables, ranges, scaling):
+def reference(query, key, value, tables, key_ranges, scaling):
     """Eq. 5 as a full matrix, one channel at a time, in the type of the inputs."""
     H, Q, K = query.shape[1], query.shape[2], key.shape[2]
     groups = H // key.shape[1]
@@ -53,7 +53,7 @@ def reference(query, key, value, tables, ranges, scaling):
         if shift is not None:
             phase = phase + shift[:, c, None, None]
         logits = logits + query[..., c, None] * key[..., None, :, c] * phase.cos()
-    visible = torch.ones(Q, K, dtype=torch.bool).tril(K - Q) if ranges is None else dense_mask(ranges, Q)
+    visible = torch.ones(Q, K, dtype=torch.bool).tril(K - Q) if key_ranges is None else dense_mask(key_ranges, Q)
     logits = (logits * scaling).masked_fill(~visible, -1e30)
     return logits.softmax(-1) * visible.any(-1, keepdim=True) @ value
 
@@ -101,12 +101,12 @@ MORE = [
 )
 def test_equals_the_formula(shape, padded, shifted, per_entry):
     arguments = inputs(shape, shifted=shifted, per_entry=per_entry)
-    ranges = mask_of("padding", shape[0], shape[3], shape[4]) if padded else None
-    out = pope_attention(*arguments, ranges=ranges, scaling=0.4)
+    key_ranges = mask_of("padding", shape[0], shape[3], shape[4]) if padded else None
+    out = pope_attention(*arguments, key_ranges=key_ranges, scaling=0.4)
     grad = torch.randn(out.shape)
     actual = torch.autograd.grad(out, wanted(*arguments), grad)
     copies = doubled(*arguments)
-    expected_out = reference(*copies, ranges, 0.4)
+    expected_out = reference(*copies, key_ranges, 0.4)
     close(out, expected_out)
     expected = torch.autograd.grad(expected_out, wanted(*copies), grad.double())
     for one, other in zip(actual, expected):
@@ -121,13 +121,13 @@ def test_decoding_equals_the_last_row(shifted, limited):
     """Without a gradient the keys are split over programs."""
     shape = (2, 4, 2, 1, 50, 16, 8)
     arguments = inputs(shape, shifted=shifted, per_entry=True)
-    ranges = mask_of("padding", 2, 1, 50) if limited else None
+    key_ranges = mask_of("padding", 2, 1, 50) if limited else None
     with torch.no_grad():
-        out = pope_attention(*arguments, ranges=ranges, scaling=0.4)
-    close(out, reference(*doubled(*arguments), ranges, 0.4))
+        out = pope_attention(*arguments, key_ranges=key_ranges, scaling=0.4)
+    close(out, reference(*doubled(*arguments), key_ranges, 0.4))
     detached = [tensor.detach() for tensor in arguments[:3]]
     tables = tuple(None if table is None else table.detach() for table in arguments[3])
-    assert torch.equal(pope_attention(*detached, tables, ranges=ranges, scaling=0.4), out)
+    assert torch.equal(pope_attention(*detached, tables, key_ranges=key_ranges, scaling=0.4), out)
 
 
 @pytest.mark.parametrize("key_heads", [1, 2])
@@ -135,15 +135,15 @@ def test_in_parts(key_heads, monkeypatch):
     """Batch entries, or heads, are computed one after the other where pairs of all would take too much memory."""
     shape = (6, 2, 2, 20, 20, 16, 8) if key_heads == 2 else (3, 4, 2, 20, 90, 16, 16)
     arguments = inputs(shape, per_entry=True)
-    ranges = mask_of("padding", shape[0], shape[3], shape[4])
-    whole = pope_attention(*arguments, ranges=ranges, scaling=0.4)
+    key_ranges = mask_of("padding", shape[0], shape[3], shape[4])
+    whole = pope_attention(*arguments, key_ranges=key_ranges, scaling=0.4)
     grad = torch.randn(whole.shape)
     gradients = torch.autograd.grad(whole, wanted(*arguments), grad)
     monkeypatch.setattr(kernel_pope, "SCRATCH_BYTES", 1)
     query, key, value, (*phases, shift) = arguments
-    parts = kernel_pope._parts([query, key, value, shift, *phases, ranges, None], 0.0)
+    parts = kernel_pope._parts([query, key, value, shift, *phases, key_ranges, None], 0.0)
     assert [part_value.shape[:2] for *_, part_value, _ in parts] == [(1, key_heads)] * 6
-    again = pope_attention(*arguments, ranges=ranges, scaling=0.4)
+    again = pope_attention(*arguments, key_ranges=key_ranges, scaling=0.4)
     close(again, whole)
     for one, other in zip(torch.autograd.grad(again, wanted(*arguments), grad), gradients):
         close(one, other)
@@ -180,9 +180,9 @@ def test_low_precision(dtype, factor):
 @pytest.mark.parametrize(("shifted", "limited"), [(True, True), (False, False)])
 def test_operators(shifted, limited):
     query, key, value, (*phases, shift) = inputs((2, 2, 1, 12, 20, 16, 8), shifted=shifted)
-    ranges = mask_of("padding", 2, 12, 20) if limited else None
+    key_ranges = mask_of("padding", 2, 12, 20) if limited else None
     operator = kernel_pope._attention
-    check_operator(operator.forward, [query, key, value, shift], [*phases, ranges, None], 0.3, 0.0)
+    check_operator(operator.forward, [query, key, value, shift], [*phases, key_ranges, None], 0.3, 0.0)
     one = [tensor.detach() for tensor in (query[:, :, :1], key, value)]
     first = [phases[0][:, :1], phases[1][:, :1], *phases[2:]]
     step = mask_of("padding", 2, 1, 20) if limited else None

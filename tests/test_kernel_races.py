@@ -75,13 +75,13 @@ def search(attend, tensors, kernels):
 
 def search_plain(shape, mask, decay, dtype=torch.float32):
     B, H, _, Q, K, _ = shape
-    ranges = mask_of(mask, shape[0], *shape[3:5])
+    key_ranges = mask_of(mask, shape[0], *shape[3:5])
     numbers = -torch.rand(1 if decay == "one" else B, H, K).cumsum(-1).double()
 
     def attend(query, key, value, of_keys):
         of_rows = numbers[..., K - Q :]
         pair = {"none": None, "one": (of_rows, numbers), "each": (of_rows, of_keys)}[decay]
-        return plain_attention(query, key, value, decay=pair, ranges=ranges, scaling=0.3)
+        return plain_attention(query, key, value, decay=pair, key_ranges=key_ranges, scaling=0.3)
 
     query, key, value = inputs(shape, dtype)
     # With the decay of each entry, keys are wider than values.
@@ -130,12 +130,12 @@ def test_relative_positions(shape, mask, little_scratch, monkeypatch):
     monkeypatch.setattr(kernel_flash, "_candidates", lambda *_: [Tiles(16, 16)])
     monkeypatch.setattr(kernel_bias, "CHUNK_ROWS", 32)
     _, _, _, Q, K, D = shape = SHAPES[shape]
-    ranges, positions = mask_of(mask, shape[0], Q, K), torch.arange(K)[None]
+    key_ranges, positions = mask_of(mask, shape[0], Q, K), torch.arange(K)[None]
 
     def attend(*tensors):
         *states, table = tensors
         relative = table, positions[:, K - Q :], positions
-        return plain_attention(*states, relative=relative, ranges=ranges, scaling=0.3)
+        return plain_attention(*states, relative=relative, key_ranges=key_ranges, scaling=0.3)
 
     search(attend, (*inputs(shape), torch.randn(20, D)), DECODING if Q == 1 else FLASH)
 
@@ -161,14 +161,14 @@ def test_pope(shape, mask, rotated, chunks, request):
     if chunks:
         request.getfixturevalue("little_scratch")
     R = D if rotated == "all" else D // 2 - 1
-    ranges = mask_of(mask, shape[0], *shape[3:5])
+    key_ranges = mask_of(mask, shape[0], *shape[3:5])
     # Tables of all batch entries, or of each.
     phases = torch.rand(B if rotated == "some" else 1, K, R) * 6
     cos, sin = phases.cos(), phases.sin()
 
     def attend(query, key, value, shift):
         tables = (cos[:, K - Q :], sin[:, K - Q :], cos, sin, shift)
-        return pope_attention(query, key, value, tables, ranges=ranges, scaling=0.3)
+        return pope_attention(query, key, value, tables, key_ranges=key_ranges, scaling=0.3)
 
     shift = None if rotated == "unshifted" else -2 * math.pi * torch.rand(H, R)
     search(attend, (*inputs(shape), shift), DECODING if Q == 1 else POPE)
@@ -191,7 +191,7 @@ def search_cope(shape, mask, gates, openness, dtype=torch.float32):
     query[..., 0] = 4.0
     for gating in {"keys": [key], "values": [value], "own": own[:1]}[gates]:
         gating[..., 0] = openness
-    ranges = mask_of(mask, shape[0], *shape[3:5])
+    key_ranges = mask_of(mask, shape[0], *shape[3:5])
 
     positions = torch.arange(K)[None]
 
@@ -200,7 +200,9 @@ def search_cope(shape, mask, gates, openness, dtype=torch.float32):
         options["decay"] = decay
         if embeddings is not None:
             options["relative"] = embeddings, positions[:, K - Q :], positions
-        return cope_attention(query, key, value, table, **options, ranges=ranges, scaling=0.25, position_scale=0.25)
+        return cope_attention(
+            query, key, value, table, **options, key_ranges=key_ranges, scaling=0.25, position_scale=0.25
+        )
 
     kernels = DECODING | {"_position_values", "_window_forward"} if shape[3] == 1 else COPE
     embeddings = torch.randn(20, D) if gates == "values" else None

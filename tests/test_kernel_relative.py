@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
 import oracles
-from tiny import check_operator, ranges_of, slow_but
+from tiny import check_operator, key_ranges_of, slow_but
 from whatwhere import kernel_bias, kernel_flash
 from whatwhere.kernel_bias import plain_attention
 from whatwhere.kernel_launch import Tiles
@@ -60,7 +60,7 @@ def expected_of(states, documents, positions, Q, scaling=0.25):
 
 def compare(states, kind, Q, K, tolerance=2e-5, repeats=1):
     documents, positions = case(kind, Q, K)
-    ranges = ranges_of(documents, Q)
+    key_ranges = key_ranges_of(documents, Q)
     exact = [one.detach().double().requires_grad_() for one in states]
     expected = expected_of(exact, documents, positions, Q)
     grad = torch.randn(expected.shape).to(states[0].dtype)
@@ -68,16 +68,16 @@ def compare(states, kind, Q, K, tolerance=2e-5, repeats=1):
     runs = []
     for _ in range(repeats):
         relative = states[3], positions[:, K - Q :], positions
-        out = plain_attention(*states[:3], relative=relative, ranges=ranges, scaling=0.25)
+        out = plain_attention(*states[:3], relative=relative, key_ranges=key_ranges, scaling=0.25)
         runs.append([out, *torch.autograd.grad(out, states, grad)])
     for name, found, other, right in zip(("out", "dq", "dk", "dv", "dtable"), runs[0], runs[-1], truth):
         assert torch.equal(found, other)
         error = (found.double() - right).norm() / max(right.norm(), 0.1 * grad.double().norm())
         assert error <= tolerance, f"{name}: {error:.2g}"
     with torch.no_grad():
-        last = None if ranges is None else ranges[:, :, Q - 1 :]
+        last = None if key_ranges is None else key_ranges[:, :, Q - 1 :]
         relative = states[3], positions[:, -1:], positions
-        row = plain_attention(states[0][:, :, -1:], *states[1:3], relative=relative, ranges=last, scaling=0.25)
+        row = plain_attention(states[0][:, :, -1:], *states[1:3], relative=relative, key_ranges=last, scaling=0.25)
     assert (row - expected[:, :, -1:]).norm() <= tolerance * max(expected[:, :, -1:].norm(), 0.1)
 
 

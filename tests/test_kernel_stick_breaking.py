@@ -11,7 +11,7 @@ pytest.importorskip("fla.ops.stickbreaking_attn.parallel", reason="fla-core is n
 import fla.ops.stickbreaking_attn.parallel as parallel
 
 import oracles
-from tiny import ranges_of, tiny_model, tokens
+from tiny import key_ranges_of, tiny_model, tokens
 from whatwhere import position_stick_breaking
 from whatwhere.position_stick_breaking import _fused_attention, fused_stick_breaking_attention, stick_breaking_attention
 
@@ -62,13 +62,15 @@ def compare(tensors, tolerance, **options):
 def test_equals_blockwise(masked, inclusive):
     """Rows of padding give 0, and leave everything."""
     tensors = inputs(2) if masked else inputs(heads=4, groups=2)
-    compare(tensors, 2e-6, mask=ranges_of(SEGMENTS, 70) if masked else None, inclusive=inclusive)
+    compare(tensors, 2e-6, mask=key_ranges_of(SEGMENTS, 70) if masked else None, inclusive=inclusive)
 
 
 def test_equals_the_paper():
     query, key, value = inputs(length=12)
     segments = SEGMENTS[0][30:42]
-    output, remainder = fused_stick_breaking_attention(query, key, value, mask=ranges_of(segments, 12), scaling=SCALING)
+    output, remainder = fused_stick_breaking_attention(
+        query, key, value, mask=key_ranges_of(segments, 12), scaling=SCALING
+    )
     visible = oracles.visible_oracle(12, 12, segments)
     states = [one.detach().double() for one in (query[0, 1], key[0, 0], value[0, 0])]
     expected, _, rest = oracles.stick_breaking_oracle(*states, visible, list(range(12)), SCALING)
@@ -128,15 +130,15 @@ def test_models(remainder, calls):
 def test_what_it_does_not_compute(calls):
     """Decoding, other masks, dropout, types, and masks that are not those of documents."""
     query, key, value = inputs(2, length=20)
-    ranges = ranges_of([[0] * 20] * 2, 20)
-    ahead = ranges.clone()
+    key_ranges = key_ranges_of([[0] * 20] * 2, 20)
+    ahead = key_ranges.clone()
     ahead[:, :, :19, 1] += 1
-    hidden = ranges.clone()
+    hidden = key_ranges.clone()
     hidden[:, :, 20 + 3] = 0
     options = {"scaling": SCALING}
-    assert fused_stick_breaking_attention(query, key, value, mask=ranges, **options) is not None
+    assert fused_stick_breaking_attention(query, key, value, mask=key_ranges, **options) is not None
     calls.clear()
-    for mask in (ahead, hidden, ranges_of([[-1] * 20] * 2, 20), torch.ones(2, 1, 20, 20, dtype=torch.bool)):
+    for mask in (ahead, hidden, key_ranges_of([[-1] * 20] * 2, 20), torch.ones(2, 1, 20, 20, dtype=torch.bool)):
         assert fused_stick_breaking_attention(query, key, value, mask=mask, **options) is None
     assert fused_stick_breaking_attention(query[:, :, 19:], key, value, **options) is None
     assert fused_stick_breaking_attention(query, key, value, dropout=0.1, **options) is None

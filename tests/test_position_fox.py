@@ -8,7 +8,7 @@ from transformers import DynamicCache
 import oracles
 import whatwhere.position_fox as module
 from bias_checks import assert_same, every_head
-from tiny import causal_lm_class, position_context, ranges_of, tiny_config, tiny_model, tokens
+from tiny import causal_lm_class, key_ranges_of, position_context, tiny_config, tiny_model, tokens
 from whatwhere.attention_blockwise import MASKED, BiasInputs, blockwise_attention, join_digits
 from whatwhere.attention_options import HeadNorm, previous_slots
 from whatwhere.forward_arguments import CACHE
@@ -59,7 +59,7 @@ def test_equals_loops(mask, gate, monkeypatch):
     if subsets:
         forms = [visible.expand(2, 1, Q, K), torch.where(visible, 0.0, -1e4).expand(2, 1, Q, K)]
     else:
-        forms = [ranges_of(mask and [mask, mask], Q)]
+        forms = [key_ranges_of(mask and [mask, mask], Q)]
     biases = [BiasInputs(FoXBias, (forget,))]
     for form in forms:
         for direct in (False, True):
@@ -116,7 +116,7 @@ def test_layer_equals_loops(parts, segments):
     context = SharedPositionEncodings(config)(hidden, context)
     visible = oracles.visible_oracle(T, T, segments)
     given = {"eager": visible[None, None], "sdpa": visible[None, None]}
-    given["blockwise"] = ranges_of(segments, T)
+    given["blockwise"] = key_ranges_of(segments, T)
 
     fox, options, x = layer.encodings["fox"], layer.options, hidden[0]
     query, key, value = (

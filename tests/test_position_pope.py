@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 import whatwhere.position_pope
 from oracles import pope_attention
-from tiny import LargestTensor, causal_lm_class, position_context, ranges_of, tiny_config, tiny_model, tokens
+from tiny import LargestTensor, causal_lm_class, key_ranges_of, position_context, tiny_config, tiny_model, tokens
 from whatwhere.attention_choice import choose_attention
 from whatwhere.attention_mask import dense_mask
 from whatwhere.forward_arguments import CACHE
@@ -248,16 +248,20 @@ def test_decoding_multiplies_as_turned_keys_do(parameters, heads, dtype, monkeyp
         torch.testing.assert_close(found, centred, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("mask", [None, "ranges", "bool", "heads", "additive"])
+@pytest.mark.parametrize("mask", [None, "key_ranges", "bool", "heads", "additive"])
 def test_decoding_with_every_mask(mask):
     config = tiny_config("llama", "pope")
     query, key, value = torch.rand(2, 4, 1, 8), torch.rand(2, 2, 30, 8), torch.randn(2, 2, 30, 5)
     encoding, context = decoding(config, torch.arange(30)[None], torch.float32)
-    ranges = ranges_of([[-1] * 7 + [0] * 23, [0] * 10 + [1] * 10 + [-1] * 4 + [1] * 6], 1)
-    visible = {"ranges": dense_mask(ranges, 1), None: torch.ones(1, 1, 1, 30, dtype=torch.bool)}.get(
+    key_ranges = key_ranges_of([[-1] * 7 + [0] * 23, [0] * 10 + [1] * 10 + [-1] * 4 + [1] * 6], 1)
+    visible = {"key_ranges": dense_mask(key_ranges, 1), None: torch.ones(1, 1, 1, 30, dtype=torch.bool)}.get(
         mask, torch.rand(2, 4 if mask == "heads" else 1, 1, 30) < 0.6
     )
-    given = {None: None, "ranges": ranges, "additive": torch.where(visible, 0.0, torch.finfo(torch.float32).min)}
+    given = {
+        None: None,
+        "key_ranges": key_ranges,
+        "additive": torch.where(visible, 0.0, torch.finfo(torch.float32).min),
+    }
     settings = {"scaling": 0.4, "dropout": 0.0}
     with torch.no_grad():
         turned_query, turned_key = encoding.after_cache(query, key, context)

@@ -7,7 +7,7 @@ import torch
 
 import oracles
 import whatwhere.attention_blockwise as blockwise
-from tiny import LargestTensor, position_context, ranges_of
+from tiny import LargestTensor, key_ranges_of, position_context
 from whatwhere.position_stick_breaking import HeadNorm, StickBreaking, StickBreakingParameters, stick_breaking_attention
 
 # Parameters that take other code paths than the defaults: the contract tests run them too.
@@ -73,7 +73,7 @@ def test_equals_the_paper(inclusive, segments):
     visible = oracles.visible_oracle(Q, K, segments)
     own = [K - Q + i for i in range(Q)]
     out, weights, remainder = oracle(*states, visible, own, inclusive=inclusive)
-    compact = ranges_of(segments and [segments, segments], Q)
+    compact = key_ranges_of(segments and [segments, segments], Q)
     additive = torch.where(visible, 0.0, torch.finfo(torch.float32).min)
     for mask in (compact, visible[None, None], additive[None, None], additive[None, None].half()):
         for settings in ({"direct": True}, {"direct": False, "block_size": 3}):
@@ -110,7 +110,7 @@ def test_windows(heads, logit):
     segments = torch.zeros(2, T, dtype=torch.long)
     segments[0, 100:] = -1
     segments[1] = torch.arange(T) // 60
-    for mask in (None, ranges_of(segments, T), torch.rand(2, 1, T, T) < 0.7):
+    for mask in (None, key_ranges_of(segments, T), torch.rand(2, 1, T, T) < 0.7):
         states = inputs(T, T, H=heads[0], G=heads[1], logit=logit)
         expected = attention(*states, mask=mask, direct=True)[:2]
         assert_same(attention(*states, mask=mask, direct=False, block_size=16)[:2], expected, states, 1e-9)
@@ -130,7 +130,7 @@ def test_spent_sticks_save_work(padded, monkeypatch):
     monkeypatch.setattr(blockwise._Attention, "content", counting)
     totals = []
     for T in (1024, 2048):
-        mask = ranges_of([0] * (T // 2) + [-1] * (T // 2), T) if padded else None
+        mask = key_ranges_of([0] * (T // 2) + [-1] * (T // 2), T) if padded else None
         counted.clear()
         with torch.no_grad():
             attention(*inputs(T, T, B=1, H=1, G=1, dtype=torch.float32), mask=mask)
@@ -226,8 +226,8 @@ def test_dropout(monkeypatch):
 def test_gradcheck_and_opcheck():
     states = inputs(5, 7, B=1, H=2, G=1, D=3)
     torch.autograd.gradcheck(lambda *x: attention(*x, direct=False, block_size=2)[:2], states)
-    ranges = ranges_of([0, 0, 0, 1, 1, 1, -1], 5)
-    arguments = blockwise._attention.arguments(states, [ranges, torch.tensor([5])])
+    key_ranges = key_ranges_of([0, 0, 0, 1, 1, 1, -1], 5)
+    arguments = blockwise._attention.arguments(states, [key_ranges, torch.tensor([5])])
     torch.library.opcheck(blockwise._attention.forward, (*arguments, "stick_breaking", [0, 1], [1.0], 2, 0.5, 0.1))
 
 

@@ -7,7 +7,7 @@ import torch
 
 import oracles
 from bias_checks import assert_same, every_head
-from tiny import LargestTensor, position_context, ranges_of, slow_but, tiny_model, tokens
+from tiny import LargestTensor, key_ranges_of, position_context, slow_but, tiny_model, tokens
 from whatwhere.attention_autograd import blockwise_attention_by_autograd
 from whatwhere.attention_blockwise import MASKED, join_digits, split_digits
 from whatwhere.position_token_gated_cope import TokenGatedCoPE, TokenGatedCoPEParameters
@@ -74,7 +74,7 @@ def blocks(query, key, value, position_query, gates, table, mask, block_size=3):
 
 def kernel(query, key, value, position_query, gates, table, mask):
     layer, context = layer_of(query, value, position_query, gates, table)
-    return layer.kernel(query, key, value, context, ranges=mask, scaling=0.5, dropout=0.0)
+    return layer.kernel(query, key, value, context, key_ranges=mask, scaling=0.5, dropout=0.0)
 
 
 def tree(Q, K):
@@ -94,7 +94,7 @@ def test_equals_the_note(num_positions, mask):
     states = inputs(Q, K, num_positions)
     segments = [-1, 0, 0, -1, 0, 1, 1, 1, -1] if mask == "packed-padded" else None
     visible = tree(Q, K) if mask == "tree" else oracles.visible_oracle(Q, K, segments)
-    compact = ranges_of(segments and [segments, segments], Q)
+    compact = key_ranges_of(segments and [segments, segments], Q)
     additive = torch.where(visible, 0.0, torch.finfo(torch.float16).min).half()
     additive[~visible.any(-1)] = float("-inf")
     forms = [visible[None, None], additive[None, None]]
@@ -142,7 +142,7 @@ def test_kernel_equals_the_note(Q, K, kind, dtype):
     states[4] = torch.rand(2, 4, K)
     states = [torch.nn.Parameter(one) for one in states]
     segments = segments_of(kind, K)
-    ranges = ranges_of(segments, Q)
+    key_ranges = key_ranges_of(segments, Q)
     exact = [one.detach().double().requires_grad_() for one in states]
     if segments is None:
         expected = oracle(*exact, oracles.visible_oracle(Q, K))
@@ -154,7 +154,7 @@ def test_kernel_equals_the_note(Q, K, kind, dtype):
     truth = [expected, *torch.autograd.grad(expected, exact, grad.double())]
     runs = []
     for _ in range(2):
-        out = kernel(*states, ranges)
+        out = kernel(*states, key_ranges)
         runs.append([out, *torch.autograd.grad(out, states, grad)])
     tolerance = 2e-5 if dtype == torch.float32 else 4e-2
     for one, other, right in zip(*runs, truth):
@@ -162,7 +162,7 @@ def test_kernel_equals_the_note(Q, K, kind, dtype):
         assert (one.double() - right).norm() <= tolerance * max(right.norm(), 0.1 * grad.double().norm())
     last = [states[0][:, :, -1:], *states[1:3], states[3][:, :, -1:], *states[4:]]
     with torch.no_grad():
-        step = kernel(*last, None if ranges is None else ranges[:, :, Q - 1 :])
+        step = kernel(*last, None if key_ranges is None else key_ranges[:, :, Q - 1 :])
     assert (step - expected[:, :, -1:]).norm() <= tolerance * max(expected[:, :, -1:].norm(), 0.1)
 
 
@@ -171,20 +171,20 @@ def test_kernel_counts_in_documents():
     K = 6000
     states = [one.detach().float() for one in inputs(1, K, 48)]
     states[2], states[5] = torch.randn(2, 2, K, 4), torch.nn.Parameter(states[5])
-    ranges = ranges_of([0] * (K - 20) + [1] * 20, 1).expand(2, -1, -1, -1)
+    key_ranges = key_ranges_of([0] * (K - 20) + [1] * 20, 1).expand(2, -1, -1, -1)
     own = [*states[:1], *(one[:, :, -20:] for one in states[1:3]), states[3], states[4][:, :, -20:], states[5]]
     with torch.no_grad():
-        torch.testing.assert_close(kernel(*states, ranges), kernel(*own, None), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(kernel(*states, key_ranges), kernel(*own, None), rtol=1e-5, atol=1e-5)
 
 
 def test_kernel_refuses_windows():
     """Rows that see the same token from different ones on: its position is not one number."""
     model = tiny_model("llama", "token_gated_cope", "triton", num_hidden_layers=1)
-    ids, ranges = tokens(1, 6), ranges_of([0] * 6, 6)
-    model(ids, attention_mask=ranges)
-    ranges[0, 0, 5, 0] = 3
+    ids, key_ranges = tokens(1, 6), key_ranges_of([0] * 6, 6)
+    model(ids, attention_mask=key_ranges)
+    key_ranges[0, 0, 5, 0] = 3
     with pytest.raises(ValueError, match=r"'token_gated_cope'.*different ones.*'blockwise'"):
-        model(ids, attention_mask=ranges)
+        model(ids, attention_mask=key_ranges)
 
 
 def test_many_blocks_equal_one():
@@ -194,8 +194,8 @@ def test_many_blocks_equal_one():
     segments[0, 90:] = -1
     segments[1] = torch.arange(T) // 65
     states = inputs(T, T, 15)
-    expected = blocks(*states, ranges_of(segments, T), block_size=T)
-    assert_same([blocks(*states, ranges_of(segments, T), block_size=16)], expected, states, 1e-7)
+    expected = blocks(*states, key_ranges_of(segments, T), block_size=T)
+    assert_same([blocks(*states, key_ranges_of(segments, T), block_size=16)], expected, states, 1e-7)
 
 
 @pytest.mark.parametrize("implementation", ["eager", "blockwise"])

@@ -94,8 +94,8 @@ def log_likelihood(model, tokenizer, context, choice):
     return logs[start - 1 : -1].gather(1, ids[0, start:, None]).sum().item()
 
 
-def ranges_of(segments, query_length):
-    """The mask `ranges`, int32 (B, 1, Q + K, 2), of documents in one piece, (B, K) or one list of K; -1 is padding.
+def key_ranges_of(segments, query_length):
+    """The mask `key_ranges`, int32 (B, 1, Q + K, 2), of documents in one piece, (B, K) or one list of K; -1 is padding.
 
     Row i has slot K - Q + i; it sees older slots and its own, of its own document. None for no mask.
     """
@@ -104,33 +104,33 @@ def ranges_of(segments, query_length):
     segments = torch.as_tensor(segments)
     segments = segments[None] if segments.ndim == 1 else segments
     B, K = segments.shape
-    ranges = torch.zeros(B, 1, query_length + K, 2, dtype=torch.int32)
+    key_ranges = torch.zeros(B, 1, query_length + K, 2, dtype=torch.int32)
     for b, documents in enumerate(segments.tolist()):
         shown = [document for document in documents if document >= 0]
         assert sorted(shown, key=shown.index) == shown, "a document is in several pieces"
         for row, slot in enumerate(range(K - query_length, K)):
             if documents[slot] >= 0:
-                ranges[b, 0, row] = torch.tensor([documents.index(documents[slot]), slot + 1])
-        ranges[b, 0, query_length:, 0] = segments[b] >= 0
-    return ranges
+                key_ranges[b, 0, row] = torch.tensor([documents.index(documents[slot]), slot + 1])
+        key_ranges[b, 0, query_length:, 0] = segments[b] >= 0
+    return key_ranges
 
 
 def mask_of(kind, B, Q, K):
-    """The mask `ranges` of a kind: None if it is "causal"."""
+    """The mask `key_ranges` of a kind: None if it is "causal"."""
     slots = torch.arange(K)
     if kind == "causal":
         return None
     if kind == "any":
-        ranges = torch.randint(0, K + 1, (B, 1, Q + K, 2), dtype=torch.int32)
-        ranges[:, :, Q:, 0] %= 5
-        return ranges
+        key_ranges = torch.randint(0, K + 1, (B, 1, Q + K, 2), dtype=torch.int32)
+        key_ranges[:, :, Q:, 0] %= 5
+        return key_ranges
     # Padding is left in even entries, and right in odd ones, where the last rows see nothing.
     documents = {
         "padding": [torch.where(slots < K - K // 4 if b % 2 else slots >= K // 3, 0, -1) for b in range(B)],
         "packed": [slots * (4 + b) // K for b in range(B)],
         "holes": [torch.where(torch.rand(K) > 0.3, 0, -1) for b in range(B)],
     }
-    return ranges_of(torch.stack(documents[kind]), Q)
+    return key_ranges_of(torch.stack(documents[kind]), Q)
 
 
 def position_context(query_positions, key_positions=None, **fields):

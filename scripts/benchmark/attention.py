@@ -297,7 +297,7 @@ class Workload:
         ) -> torch.Tensor:
             encodings["pope"].delta.weight = delta
             if name == "pope-triton":
-                options = {"ranges": None, "scaling": self.scaling, "dropout": 0.0}
+                options = {"key_ranges": None, "scaling": self.scaling, "dropout": 0.0}
                 return run_kernel(encodings, query, key, value, context, **options)
             query, key = encodings["pope"].after_cache(query, key, context)
             width = value.shape[-1]

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from whatwhere import WhatWhereLlamaConfig
 from whatwhere.attention_blockwise import split_digits
-from whatwhere.attention_mask import ranges_mask
+from whatwhere.attention_mask import key_ranges_mask
 from whatwhere.attention_triton import run_kernel
 from whatwhere.position_base import PositionContext
 from whatwhere.position_modules import PositionEncodings, SharedPositionEncodings
@@ -104,7 +104,7 @@ class Call(NamedTuple):
     undecided: Callable[..., torch.Tensor] | None = None
 
 
-def ranges_of(mask: str, batch: int, queries: int, keys: int, device: torch.device) -> torch.Tensor | None:
+def key_ranges_of(mask: str, batch: int, queries: int, keys: int, device: torch.device) -> torch.Tensor | None:
     """Returns a mask as the kernels read it, (B, 1, Q + K, 2), or None for causal."""
     if mask == "causal":
         return None
@@ -120,7 +120,7 @@ def ranges_of(mask: str, batch: int, queries: int, keys: int, device: torch.devi
             valid[0] &= slots >= keys // 3
             valid[-1] &= slots < keys - keys // 4
         options = {"attention_mask": valid}
-    return ranges_mask(batch, queries, keys, keys - queries, device=device, **options)
+    return key_ranges_mask(batch, queries, keys, keys - queries, device=device, **options)
 
 
 def _hash(bits: torch.Tensor) -> torch.Tensor:
@@ -166,10 +166,10 @@ class _Inputs:
         self.shared = SharedPositionEncodings(config).to(device)
         self.query = self.random(case.batch, case.heads, case.queries, case.head_dim)
         self.key, self.value = (self.random(case.batch, case.groups, case.keys, case.head_dim) for _ in range(2))
-        self.ranges = ranges_of(case.mask, case.batch, case.queries, case.keys, device)
+        self.key_ranges = key_ranges_of(case.mask, case.batch, case.queries, case.keys, device)
         # Each entry of a masked batch has its own positions.
         self.positions = torch.arange(case.keys, device=device)[None]
-        if self.ranges is not None:
+        if self.key_ranges is not None:
             self.positions = self.positions + torch.arange(case.batch, device=device)[:, None]
         gate_values = case.option("gate_values", None)
         if gate_values is not None:
@@ -234,9 +234,9 @@ class _Inputs:
             # At an integer the derivative is discontinuous. Sums of these are 1/128 from one at least, and exact.
             numbers = (torch.sigmoid(drawn) * 64).ceil() / 64
             first = torch.zeros(self.case.batch, 1, dtype=torch.long, device=self.device)
-            if self.ranges is not None:
+            if self.key_ranges is not None:
                 # The first token that each row sees.
-                first = self.ranges[:, 0, : self.case.queries, 0].long()
+                first = self.key_ranges[:, 0, : self.case.queries, 0].long()
             numbers += torch.zeros_like(numbers[:, 0]).scatter_(1, first, 1 / 128)[:, None]
         return split_digits(numbers.unflatten(1, (self.case.groups, -1)).transpose(2, 3), self.dtype)
 
@@ -283,7 +283,7 @@ class Kernel(NamedTuple):
         """Makes the inputs of a case."""
         encoding = case.option("encoding", self.encoding)
         given = _Inputs(case, encoding, device)
-        options: dict[str, Any] = {"ranges": given.ranges, "scaling": given.scaling}
+        options: dict[str, Any] = {"key_ranges": given.key_ranges, "scaling": given.scaling}
 
         def kernel(*inputs: torch.Tensor) -> torch.Tensor:
             encodings, context = given.layer_of(*inputs)

@@ -20,16 +20,16 @@ from whatwhere.position_stick_breaking import _without_own, break_stick
 
 
 def visible(
-    query_length: int, key_length: int, rows: torch.Tensor, *, ranges: torch.Tensor | None = None
+    query_length: int, key_length: int, rows: torch.Tensor, *, key_ranges: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Returns which keys are visible to the rows, int64 (N,): bool (1 or B, 1, N, K).
 
-    ranges: None for causal (row i sees keys j <= K - Q + i); or int32 (B, 1, Q + K, 2): row i sees the keys with
+    key_ranges: None for causal (row i sees keys j <= K - Q + i); or int32 (B, 1, Q + K, 2): row i sees the keys with
     low_i <= j < high_i whose entry Q + j is not 0.
     """
-    if ranges is None:
+    if key_ranges is None:
         return torch.arange(key_length, device=rows.device) <= rows[None, None, :, None] + (key_length - query_length)
-    return dense_mask(torch.cat((ranges[:, :, rows], ranges[:, :, query_length:]), 2), len(rows))
+    return dense_mask(torch.cat((key_ranges[:, :, rows], key_ranges[:, :, query_length:]), 2), len(rows))
 
 
 def _heads(states: torch.Tensor, heads: int) -> torch.Tensor:
@@ -49,7 +49,7 @@ def attention(
     *,
     rows: torch.Tensor,
     scaling: float,
-    ranges: torch.Tensor | None = None,
+    key_ranges: torch.Tensor | None = None,
     kept: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Returns what `eager` attention computes for some rows, (B, H, N, D).
@@ -60,7 +60,7 @@ def attention(
         context: the context of all rows.
         kept: what dropout multiplies the weights with, (B, H, N, K), or None.
     """
-    seen = visible(query.shape[2], key.shape[2], rows, ranges=ranges)
+    seen = visible(query.shape[2], key.shape[2], rows, key_ranges=key_ranges)
     for part in encodings.hooks["after_cache"]:
         query, key = part.after_cache(query, key, context)
     query = query[:, :, rows]
@@ -146,7 +146,7 @@ def undecided_rows(
     *,
     rows: torch.Tensor,
     scaling: float,
-    ranges: torch.Tensor | None = None,
+    key_ranges: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Returns the rows with a contextual position within `NEAR` of one of the kinks: bool (B, H, N).
 
@@ -158,7 +158,7 @@ def undecided_rows(
         kinks: positions in ascending order.
         rows: int64 (N,).
     """
-    seen = visible(query.shape[2], gate_key.shape[2], rows, ranges=ranges)
+    seen = visible(query.shape[2], gate_key.shape[2], rows, key_ranges=key_ranges)
     gates = torch.sigmoid(_logits(query[:, :, rows], gate_key, scaling)) * seen
     positions = gates.flip(-1).cumsum(-1).flip(-1)
     kinks = kinks.to(positions.dtype)

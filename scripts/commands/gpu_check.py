@@ -289,7 +289,8 @@ def groups_on_cpu() -> Iterator[Group]:
         contents = [case(name, "float32", 16, 20, 24, **small, **one) for one in kernel.contents[:3]]
         masked = case(name, "float16", 16, 40, batch=2, heads=2, groups=1, mask="padding", **few)
         yield Group(f"shapes {name}", (*variants, *contents, masked))
-    for encoding in models():
+    # Tests of `triton` in models have the other encodings.
+    for encoding in ("cope", "pope", "fox"):
         yield Group(f"model {encoding}", (case(encoding, "float32", 16, 20, groups=2),), check_model)
 
 

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedTokenizerBase
 from transformers.modeling_utils import local_torch_dtype
 
-from whatwhere import attention_triton
+from whatwhere import attention, attention_triton
 
 from ..data.tokenize import build_tokenizer
 from ..errors import Refused
@@ -203,9 +203,11 @@ def _kernels() -> contextlib.AbstractContextManager[Any]:
     """Makes `auto` attention use the Triton kernels, as on a GPU; they have implementations without memory."""
     if attention_triton.import_error():
         return contextlib.nullcontext()
-    return unittest.mock.patch.multiple(
-        attention_triton, runs_by_default=lambda device: True, runs_on=lambda device: True
-    )
+    stack = contextlib.ExitStack()
+    functions = [(attention, "_may_have_kernels"), (attention_triton, "runs_by_default"), (attention_triton, "runs_on")]
+    for module, name in functions:
+        stack.enter_context(unittest.mock.patch.object(module, name, return_value=True))
+    return stack
 
 
 class Tracker(TorchDispatchMode):
