@@ -27,7 +27,7 @@ from vllm.v1.attention.backend import (
 )
 
 from .attention_choice import choose_attention, supported_implementations
-from .attention_mask import dense_mask, ranges_mask
+from .attention_mask import dense_mask, key_ranges_mask
 from .position_base import PositionContext
 
 # The names in Transformers' table.
@@ -230,10 +230,10 @@ def _mask(layer: Any, group: Sequences, rows: int, length: int, device: torch.de
 
         if int(document[0, -1]) > 1:
             given["mask_function"] = same
-    ranges = ranges_mask(batch, rows, length, length - rows, **given)
-    if ranges is None or layer.paged_implementation != "eager":
-        return ranges
-    return dense_mask(ranges, rows)
+    key_ranges = key_ranges_mask(batch, rows, length, length - rows, **given)
+    if key_ranges is None or layer.paged_implementation != "eager":
+        return key_ranges
+    return dense_mask(key_ranges, rows)
 
 
 def _step(layer: Any, new: torch.Tensor) -> tuple[PagedMetadata, torch.Tensor | None]:
