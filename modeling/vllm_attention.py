@@ -11,6 +11,7 @@ states, V value width.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -35,7 +36,7 @@ PAGED, NATIVE = "whatwhere_vllm", "whatwhere_vllm_native"
 
 
 class PagedBackend(AttentionBackend):
-    """What vLLM asks before it allocates pages. Keys and values of a token lie beside each other, W + V numbers a head."""
+    """What vLLM asks before it allocates pages, in which a token has W + V numbers for each key head."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -80,6 +81,7 @@ class Sequences:
             are all tokens, and need not be read.
         mask: bool (S, P + Q), False where a shorter sequence is padded to the left; None for none.
         positions: int64 (S, Q), the positions of the new tokens.
+        context: what all layers share, made by the first one.
     """
 
     tokens: torch.Tensor
@@ -87,6 +89,15 @@ class Sequences:
     slots: torch.Tensor | None
     mask: torch.Tensor | None
     positions: torch.Tensor
+    context: PositionContext | None = None
+
+    def shared_context(self, shared_encodings: Any, like: torch.Tensor) -> PositionContext:
+        """Returns the context that all layers share; `like` has the type of the hidden states."""
+        if self.context is None:
+            batch, rows = self.tokens.shape
+            context = PositionContext(self.positions, self.mask, self.past, self.past + rows)
+            self.context = shared_encodings(like.new_empty(batch, rows, 1), context)
+        return self.context
 
 
 @dataclasses.dataclass
@@ -124,7 +135,7 @@ def grouped(starts: list[int], lengths: list[int], block_table: torch.Tensor, bl
         block_size: tokens of a block.
     """
     device = block_table.device
-    counts = [end - start for start, end in zip(starts, starts[1:])]
+    counts = [end - start for start, end in itertools.pairwise(starts)]
 
     def tensor(values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=device)
@@ -168,7 +179,7 @@ def paged_attention_forward(
     metadata, cache = _step(layer, new)
     output = query.new_zeros(query.shape[2], query.shape[1], value.shape[-1])
     for group in metadata.groups:
-        S, Q = group.tokens.shape
+        Q = group.tokens.shape[1]
 
         def of(tensor: torch.Tensor, group: Sequences = group) -> torch.Tensor:
             # (1, n, T, c) of all new tokens to (S, n, Q, c) of the group.
@@ -178,12 +189,8 @@ def paged_attention_forward(
         parts = read.transpose(1, 2).split([*widths, value.shape[-1]], dim=-1)
         keys, *found, values = parts
         length = keys.shape[2]
-        context_of_group = PositionContext(
-            query_positions=group.positions,
-            attention_mask=group.mask,
-            past_length=group.past,
-            key_length=length,
-            shared=context.shared,
+        context_of_group = dataclasses.replace(
+            group.shared_context(layer.shared_encodings[0], query),
             head_offset=context.head_offset,
             query=of(context.query),
             key=of(context.key),
@@ -210,8 +217,10 @@ def native_attention_forward(
     return output[..., : value.shape[-1]], None
 
 
-def choose_paged_attention(layer: Any) -> None:
-    """Sets the attention function that `paged_attention_forward` calls for a layer."""
+def choose_paged_attention(layer: Any, shared_encodings: Any) -> None:
+    """Sets the attention function that `paged_attention_forward` calls for a layer, and what layers share."""
+    # In a list, so that the module is not registered again.
+    layer.shared_encodings = [shared_encodings]
     supported = supported_implementations(layer.config)
     layer.paged_implementation = "eager" if supported == ["eager"] else "auto"
     layer.paged_attention = choose_attention(layer, layer.paged_implementation, None)

@@ -28,8 +28,8 @@ try:
     from .vllm_attention import NATIVE, PAGED, PagedBackend, choose_paged_attention
 except (ImportError, AttributeError, TypeError) as error:
     raise ImportError(
-        f"vLLM {vllm.__version__} has another interface than vLLM {' and '.join(TESTED)}, with which whatwhere was tested "
-        f"({error}). Install one of these versions."
+        f"vLLM {vllm.__version__} has another interface than vLLM {' and '.join(TESTED)}, with which this package was "
+        f"tested ({error}). Install one of these versions."
     ) from error
 
 
@@ -68,9 +68,13 @@ class _Served:
             return False
         return True
 
-    def _decorate_for_torch_compile(self: Any) -> None:
-        if self.text_config._attn_implementation == NATIVE:
-            super()._decorate_for_torch_compile()  # type: ignore[misc]
+    def _decorate_cls_for_torch_compile(self: Any, *, enable_if: Any, **options: Any) -> None:
+        # A class is decorated once in a process, which may serve several models.
+        def is_compiled(vllm_config: Any) -> bool:
+            config = vllm_config.model_config.hf_config.get_text_config()
+            return config._attn_implementation == NATIVE and enable_if(vllm_config)
+
+        super()._decorate_cls_for_torch_compile(enable_if=is_compiled, **options)  # type: ignore[misc]
 
     def _create_attention_instances(self: Any, prefix: str = "") -> None:
         config, world = self.text_config, self.tp_group.world_size
@@ -85,7 +89,7 @@ class _Served:
             else:
                 width = head_dim(config) + sum(part.state_width() for part in layer.encodings.hooks["cached_state"])
                 options = {"attn_backend": PagedBackend, "head_size_v": head_dim(config)}
-                choose_paged_attention(layer)
+                choose_paged_attention(layer, self.model.shared_encodings)
             layer.first_head = self.tp_group.rank_in_group * heads
             layer.attn = Attention(
                 heads,
