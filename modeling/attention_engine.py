@@ -31,10 +31,12 @@ def engine_attention_forward(
     """Attention by a function in Transformers' table, under this name. For the other arguments see `attention`."""
     encoding, encodings = layer.config.position_encoding, layer.encodings
     if encodings.default != "sdpa" or (encodings.hooks["after_cache"] and name in _NAMES):
-        raise ValueError(
-            f"An engine replaced attn_implementation={name!r} (sequence parallelism does), which does not support "
-            f"position_encoding={encoding!r} then. {_USE} train without it."
-        )
+        if name in _NAMES:
+            raise ValueError(
+                f"An engine replaced attn_implementation={name!r} (sequence parallelism does), which does not support "
+                f"position_encoding={encoding!r} then. {_USE} train without it."
+            )
+        raise ValueError(f"attn_implementation={name!r} does not support position_encoding={encoding!r}.")
     for part in encodings.hooks["after_cache"]:
         query, key = part.after_cache(query, key, context)
     _check_cache(layer, name, query, key, options.get("attention_instances") or {})
