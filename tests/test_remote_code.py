@@ -197,7 +197,7 @@ NEEDED = {
     "cope": {"attention_blockwise", "learned_table", "cope_bias", "kernel_cope", *KERNELS},
     "cope+relative": {"attention_blockwise", "learned_table", "cope_bias", "kernel_cope", *KERNELS},
     "cope+alibi": {"attention_blockwise", "learned_table", "cope_bias", "kernel_cope", *KERNELS},
-    "cope_mlp": {"attention_blockwise", "learned_table", "cope_bias", "kernel_operator"},
+    "cope_mlp": {"attention_blockwise", "cope_bias", "kernel_operator"},
     "pope": {"attention_sdpa", "kernel_pope", *KERNELS},
     "stick_breaking": {"attention_blockwise", "attention_fla", "learned_table", "kernel_operator"},
     "fox+rope": {"attention_sdpa", "attention_blockwise", "head_linear", *KERNELS},
