@@ -22,11 +22,11 @@ from .position_registry import PARTS
 
 
 class _LayerFunctions:
-    """The attention functions of layers: chosen when the implementation is set, not in each forward pass."""
+    """The attention functions of layers. A forward pass chooses one only if the implementation has changed."""
 
     def __getitem__(self, layer: "AttentionBlock") -> Callable[..., Any]:
         """Returns the function of a layer; chooses it again if the implementation, or Transformers' table, changed."""
-        name, (chosen, function) = layer.config._attn_implementation, layer.chosen_for
+        name, (chosen, function) = layer.config._attn_implementation or "eager", layer.chosen_for
         table = TRANSFORMERS_FUNCTIONS
         given = table._local_mapping.get(name, table._global_mapping.get(name))
         if name != chosen or given is not function:
@@ -62,8 +62,11 @@ class AttentionBlock(nn.Module):
         # The attention function, and the implementation and the entry of Transformers' table that it was chosen for.
         self.attention: Any = None
         self.chosen_for: tuple[Any, Any] = (None, None)
-        if config._attn_implementation is not None:
-            self.attention = ALL_ATTENTION_FUNCTIONS[self]
+        self.attention = ALL_ATTENTION_FUNCTIONS[self]
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Functions of engines cannot always be copied; a copy chooses again.
+        return {**self.__dict__, "attention": None, "chosen_for": (None, None)}
 
     def project(self, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Returns queries (B, H, Q, D), keys and values (B, G, Q, D) of hidden states (B, Q, E)."""

@@ -1,7 +1,7 @@
 """Which attention implementations support a configuration, and the attention function of a layer.
 
-Transformers calls `choose_implementation` when a model is built, and when its implementation is changed. A layer gets
-its function from `choose_attention` when the implementation changes, not in each forward pass.
+Transformers calls `choose_implementation` when a model is built, and when its implementation is changed. A layer calls
+`choose_attention` only after a change.
 """
 
 import functools
@@ -13,7 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .attention import attend, auto_attention_forward, eager_attention_forward
 from .attention_engine import accepts_engine, engine_attention_forward, is_stock
 from .position_plan import Part, layer_plan, max_length
-from .position_registry import PARTS
+from .position_registry import ATTENTION_FUNCTIONS, PARTS
 
 
 def layer_kernel(parts: list[Part]) -> str | None:
@@ -54,7 +54,7 @@ def supported_implementations(config: Any) -> list[str]:
 def choose_implementation(config: Any, requested: str | None) -> str:
     """Returns the attention implementation of a model; raises ValueError if `requested` is not supported."""
     supported = supported_implementations(config)
-    if requested is None:
+    if requested is None or requested == "auto":
         return supported[0]
     if accepts_engine(config, requested, supported, max_length(config)):
         return requested
@@ -83,8 +83,9 @@ def choose_attention(layer: Any, name: str, given: Any) -> Callable[..., Any]:
         return PARTS["triton"].forward
     implementation = encodings.default if name == "auto" else name
     by_autograd = implementation == "blockwise" and any(part.block_bias is None for part in encodings.hooks["bias"])
-    functions = {**PARTS, "eager": eager_attention_forward}
-    function = functions.get("autograd" if by_autograd else implementation)
+    function = {**ATTENTION_FUNCTIONS, "eager": eager_attention_forward}.get(implementation)
+    if by_autograd and function is not None:
+        function = PARTS["autograd"]
     if getattr(given, "takes_context", False):
         return given
     if not is_stock(given) or function is None:

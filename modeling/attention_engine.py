@@ -34,10 +34,12 @@ def engine_attention_forward(
     """Attention by a function in Transformers' table, under this name. For the other arguments see `attention`."""
     encoding, encodings = layer.config.position_encoding, layer.encodings
     if encodings.default != "sdpa" or (encodings.hooks["after_cache"] and name in _NAMES):
-        raise ValueError(
-            f"An engine replaced attn_implementation={name!r} (sequence parallelism does), which does not support "
-            f"position_encoding={encoding!r} then. {_USE} train without it."
-        )
+        if name in _NAMES:
+            raise ValueError(
+                f"An engine replaced attn_implementation={name!r} (sequence parallelism does), which does not support "
+                f"position_encoding={encoding!r} then. {_USE} train without it."
+            )
+        raise ValueError(f"attn_implementation={name!r} does not support position_encoding={encoding!r}.")
     for part in encodings.hooks["after_cache"]:
         query, key = part.after_cache(query, key, context)
     _check_cache(layer, name, query, key, options.get("attention_instances") or {})
@@ -67,6 +69,10 @@ def _check_cache(module: Any, name: str, query: torch.Tensor, key: torch.Tensor,
             )
 
 
+def _install(name: str) -> str:
+    return "To serve it with vLLM, install the package whatwhere beside vLLM. " if name == "vllm" else ""
+
+
 def accepts_engine(config: Any, name: str, supported: list[str], max_length: int | None) -> bool:
     """Returns whether `name` is one that an engine added; raises ValueError if it is not supported.
 
@@ -85,7 +91,7 @@ def accepts_engine(config: Any, name: str, supported: list[str], max_length: int
         setting = "" if config.attention_weights == "softmax" else f"attention_weights={config.attention_weights!r}, "
         raise ValueError(
             f"attn_implementation={name!r} gives an engine queries, keys and values of a head's width only; {setting}"
-            f"position_encoding={encoding!r} needs more. {_USE} generate()."
+            f"position_encoding={encoding!r} needs more. {_install(name)}{_USE} generate()."
         )
     reason = batch_dependence(config)
     if reason:

@@ -152,7 +152,7 @@ def auto_kernel(
 
 
 class TritonAttention:
-    """What other files use of this one; a saved folder may have none of it."""
+    """The functions of this file for the registry, in one entry."""
 
     forward = staticmethod(triton_attention_forward)
     kernel = staticmethod(auto_kernel)

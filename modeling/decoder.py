@@ -210,8 +210,8 @@ def _check_mask(
                 f"({batch}, {past_length + length}), or a 4D mask."
             )
         return
-    has_ranges = config._attn_implementation in ("auto", "blockwise", "triton")
-    if has_ranges and is_key_ranges(attention_mask) and shape == (batch, 1, length + key_length, 2):
+    has_key_ranges = config._attn_implementation in ("auto", "blockwise", "triton")
+    if has_key_ranges and is_key_ranges(attention_mask) and shape == (batch, 1, length + key_length, 2):
         # Made by `create_masks_for_generate` for a static cache.
         return
     fits = (

@@ -26,6 +26,9 @@ PIPELINES = {
     "ForQuestionAnswering": "question-answering",
 }
 
+# In the card of a model that was saved without results.
+NO_RESULTS = "No results are recorded for these weights."
+
 
 def weights_fingerprint(folder: pathlib.Path) -> str:
     """Returns the SHA-256 of a folder's weights and position encoding: a change of the latter may leave all weights."""
@@ -106,7 +109,7 @@ def _short_text(config: Any, name: str) -> str:
     auto, _ = card_head(config)
     text = f"A `{config.model_type}` model with position encoding `{encoding_text(config.position_encoding)}`, made "
     text += f"with `whatwhere`. `{auto}` loads it, with the code in this repository:"
-    end = "No results are recorded for these weights. Their licence is not known to this card."
+    end = f"{NO_RESULTS} Their licence is not known to this card."
     table = f"| parameter | value |\n|---|---|\n{encoding_rows(config)}"
     return "\n\n".join([f"\n# {plain(name)}", text, f"```python\n{loading_code(config, name)}\n```", table, end])
 

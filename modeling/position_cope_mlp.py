@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
+from .cope_bias import CoPEBias
 from .position_base import Parameters, PositionContext, PositionEncoding
-from .position_cope import CoPEBias
 
 
 @dataclasses.dataclass(frozen=True)

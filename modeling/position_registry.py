@@ -1,6 +1,6 @@
-"""The table of what this copy of the code has: position encodings, and parts that only some models need.
+"""The tables of what this copy of the code has: position encodings, and parts that only some models need.
 
-The package has everything. A saved folder has a table of its own, which `saved_code` writes, with what its
+The package has everything. A saved folder has tables of its own, which `saved_code` writes, with what its
 configuration needs. The imports are explicit because Transformers copies the files that `from .x import` lines name.
 """
 
@@ -48,12 +48,16 @@ POSITION_ENCODINGS: dict[str, type[PositionEncoding]] = {
     )
 }
 
-PARTS: dict[str, Any] = {
-    "autograd": autograd_attention_forward,
+# Attention implementations in PyTorch; all models have "eager".
+ATTENTION_FUNCTIONS: dict[str, Any] = {
     "blockwise": blockwise_attention_forward,
     "flex_attention": flex_attention_forward,
+    "sdpa": sdpa_attention_forward,
+}
+
+PARTS: dict[str, Any] = {
+    "autograd": autograd_attention_forward,
     "older_weights": older_weights,
     "options": AttentionOptions,
-    "sdpa": sdpa_attention_forward,
     "triton": TritonAttention,
 }

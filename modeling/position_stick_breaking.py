@@ -1,21 +1,18 @@
 """Stick-breaking attention (Tan, Shen, Yang, Courville, Panda 2024, 2410.17980): replaces softmax, needs no positions.
 
 Axes: B batch, H query heads, G key heads, Q query length, K key length, D key width, V value width; N = B * G;
-C a chunk of N; n = H // G heads that share a key head; R rows of a block; W columns of its window (newest key first,
+C a chunk of N; n = H // G heads that share a key head; R rows of a block; W columns of its near keys (newest key first,
 see `attention_blockwise`).
 """
 
 import dataclasses
-import functools
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
-from transformers.utils import logging
 
 from .attention_blockwise import (
     DIRECT_ROWS,
@@ -28,20 +25,16 @@ from .attention_blockwise import (
     check_inputs,
     direct_attention,
 )
+from .attention_fla import fused_stick_breaking_attention
 from .attention_mask import causal_mask, dense_mask, is_key_ranges
 from .learned_table import LearnedTable
-from .position_base import Parameters, PositionContext, PositionEncoding
-
-logger = logging.get_logger(__name__)
+from .position_base import HIDDEN, Parameters, PositionContext, PositionEncoding
 
 # Above it softplus(x) is taken as x (the paper's stabilised softplus).
 LINEAR = 15.0
 
-# An additive mask hides a key with numbers below this: the lowest one of any type, -inf, -1e4.
-HIDDEN = -1e3
-
-# A stick is spent when exp(-this) of it is left: far below what its output resolves in that type.
-SPENT = {torch.float32: 40.0, torch.float64: 80.0}
+# A remainder of less than exp(-this) is negligible: far below what the output resolves in that type.
+NEGLIGIBLE = {torch.float32: 40.0, torch.float64: 80.0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,8 +43,8 @@ class StickBreakingParameters(Parameters):
 
     Attributes:
         inclusive: a token may attend to itself (j <= i). False: only to older ones (j < i), as in the paper.
-        remainder: what the rest of the stick, 1 - sum_j A_ij, is multiplied with: "none"; "value", the value of the
-            query's own token; "head_bias", a learned vector of each head, and then a GroupNorm of each head's output
+        remainder: what gets the weight that no key has, 1 - sum_j A_ij: "none"; "value": the value of the query's own
+            token; "head_bias": a learned vector of each head. With "head_bias", a GroupNorm of each head's output
             follows, as in the released model.
     """
 
@@ -72,8 +65,8 @@ def break_stick(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
     log A_ij = z_ij - sum of softplus(z_ik) over k = j..i: the paper's log-space form, with beta_ij = sigmoid(z_ij).
     """
-    spent = F.softplus(logits, threshold=LINEAR).flip(-1).cumsum(-1)
-    return torch.exp(logits - spent.flip(-1)), torch.exp(-spent[..., -1])
+    sums = F.softplus(logits, threshold=LINEAR).flip(-1).cumsum(-1)
+    return torch.exp(logits - sums.flip(-1)), torch.exp(-sums[..., -1])
 
 
 def _without_own(mask: torch.Tensor) -> torch.Tensor:
@@ -84,10 +77,11 @@ def _without_own(mask: torch.Tensor) -> torch.Tensor:
 
 
 class StickBias(BlockBias):
-    """Stick-breaking attention as a term: the weights are exp(z - sums of softplus). Setting: 1 if own keys are hidden.
+    """Stick-breaking attention as a bias: the weights are exp(z - sums of softplus). Setting: 1 if own keys are hidden.
 
-    Keys further left than where the stick of every row of a block is spent are not touched. The window of one block is
-    a good guess for the next. Sticks that are never spent (all logits far below 0) need all keys: correct, and slower.
+    Only the near keys of a block are computed: those up to where the remainder of every row is negligible. Their number
+    in one block is the first guess for the next. If a remainder never gets negligible, because all logits are far below
+    0, all keys are near keys: correct, and slower.
     """
 
     name = "stick_breaking"
@@ -103,12 +97,12 @@ class StickBias(BlockBias):
         if strict and not self.attention.aligned:
             # The own key is the newest that a row sees.
             self.attention.high, self.own_logits = self.attention.high - 1, None
-        self.limit = SPENT[self.attention.dtype]
+        self.limit = NEGLIGIBLE[self.attention.dtype]
         # With logits near 0, of which each takes 0.7 of the limit.
         self.guess = size + 96
 
     def logits(self, block: Block, *, keep: bool) -> tuple[Block, torch.Tensor, torch.Tensor]:
-        """Returns the part of a block in which sticks last, its logits, and what is left of them (C, n, R)."""
+        """Returns the block with its near keys, its logits, and the remainders (C, n, R)."""
         attention, columns = self.attention, block.columns
         all_columns = columns.stop - columns.start
         R = block.rows.stop - block.rows.start
@@ -124,39 +118,39 @@ class StickBias(BlockBias):
             if self.own_logits is not None:
                 near = min(R, width)
                 logits[..., :near].add_(attention._future(self.own_logits, R, near))
-            spent = attention.buffer(2, *logits.shape)
-            torch.ops.aten.softplus.out(logits, 1.0, LINEAR, out=spent)
-            spent.cumsum_(-1)
+            sums = attention.buffer(2, *logits.shape)
+            torch.ops.aten.softplus.out(logits, 1.0, LINEAR, out=sums)
+            sums.cumsum_(-1)
             if not attention.by_data:
                 break
-            done = spent[..., -1] >= self.limit
+            done = sums[..., -1] >= self.limit
             if attention.low is not None:
-                # The rest of the columns is hidden from a row whose document begins in the window.
+                # The rest of the columns is hidden from a row whose document begins in the near keys.
                 first = attention.low[block.batch, block.rows]
                 done |= (first >= attention.K - part.columns.stop)[:, None]
             if width == all_columns or bool(done.all()):
-                self._guess_next(spent, all_columns, bool(done.all()))
+                self._guess_next(sums, all_columns, bool(done.all()))
                 break
             width = min(all_columns, width + width // 2)
-        left = torch.exp(-spent[..., -1])
+        left = torch.exp(-sums[..., -1])
         if not keep:
-            return part, logits.sub_(spent), left
-        self.state = (logits, spent, left)
-        return part, torch.sub(logits, spent, out=attention.buffer(3, *logits.shape)), left
+            return part, logits.sub_(sums), left
+        self.state = (logits, sums, left)
+        return part, torch.sub(logits, sums, out=attention.buffer(3, *logits.shape)), left
 
-    def _guess_next(self, spent: torch.Tensor, all_columns: int, done: bool) -> None:
-        # The first row of a block spends last, as a rule.
-        spending = int((spent[:, :, 0] < self.limit).sum(-1).max())
-        if spending < spent.shape[-1]:
-            self.guess = (spending * 9 // 128 + 2) * 16
+    def _guess_next(self, sums: torch.Tensor, all_columns: int, done: bool) -> None:
+        # The first row of a block usually needs the most keys.
+        needed = int((sums[:, :, 0] < self.limit).sum(-1).max())
+        if needed < sums.shape[-1]:
+            self.guess = (needed * 9 // 128 + 2) * 16
         elif not done:
             self.guess = max(self.guess, 2 * all_columns)
 
     def backward(self, grad: torch.Tensor, block: Block) -> torch.Tensor | None:
-        (logits, spent, left), of_left = self.state, self.attention.grad_numbers
+        (logits, sums, left), of_left = self.state, self.attention.grad_numbers
         self.state = ()
         # d(log A_ij); its sum over j <= k, and the remainder's part, is the gradient of -softplus(z_ik).
-        older = torch.cumsum(grad, -1, out=spent)
+        older = torch.cumsum(grad, -1, out=sums)
         total = older[..., -1:].clone()
         if of_left is not None:
             total.add_(left.mul_(of_left[block.chunk, :, block.rows])[..., None])
@@ -177,7 +171,7 @@ def stick_breaking_attention(
     block_size: int | None = None,
     direct: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Stick-breaking attention, in memory proportional to the length; touches only keys for which some stick is left.
+    """Stick-breaking attention, in memory proportional to the length; only keys with weights are read.
 
     Hidden keys (padding, other documents, other branches of a tree) take nothing: beta 0, log(1 - beta) 0.
 
@@ -215,119 +209,6 @@ def stick_breaking_attention(
     return output, found[0], weights if direct else None
 
 
-# Devices on which flash-linear-attention is used.
-FUSED_DEVICES = ("cuda",)
-
-
-@functools.cache
-def _fused_attention() -> Callable[..., Any] | None:
-    """Returns the kernel of flash-linear-attention, or None where it is not installed, which is said once."""
-    try:
-        from fla.ops.stickbreaking_attn import parallel_stickbreaking_attn
-    except ImportError as error:
-        reason = str(error)
-    else:
-        if "scale" in inspect.signature(parallel_stickbreaking_attn).parameters:
-            return parallel_stickbreaking_attn
-        reason = "it is older than 0.6"
-    logger.warning_once(
-        "Stick-breaking attention is faster on a GPU with flash-linear-attention: `pip install fla-core`. PyTorch "
-        f"computes it now ({reason})."
-    )
-    return None
-
-
-def _fused_supports(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, dropout: float) -> bool:
-    """Returns True if flash-linear-attention computes the call: for example not decoding, nor dropout."""
-    device, dtype = query.device, query.dtype
-    if device.type not in FUSED_DEVICES or torch.compiler.is_compiling():
-        return False
-    if device.type == "cuda":
-        # Triton needs Ampere or newer. `_documents` waits for the device, which a CUDA graph cannot.
-        old = torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0)
-        if old or (mask is not None and torch.cuda.is_current_stream_capturing()):
-            return False
-    # Its products of float32 have TF32.
-    exact = dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision != "tf32"
-    return (
-        dtype in (torch.float32, torch.bfloat16, torch.float16)
-        and not (exact and device.type == "cuda")
-        and dtype == key.dtype == value.dtype
-        and query.shape[2] == key.shape[2]
-        and max(query.shape[3], value.shape[3]) <= 256
-        and (mask is None or is_key_ranges(mask))
-        and dropout == 0
-        and _fused_attention() is not None
-    )
-
-
-def _documents(key_ranges: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Returns the tokens that are not padding, in B * T, and where documents begin and end among them, for Q = K = T.
-
-    None if that does not describe what the rows see, or everything is padding.
-    """
-    B, T = key_ranges.shape[0], key_ranges.shape[2] // 2
-    (low, high), valid = key_ranges[:, 0, :T].unbind(-1), key_ranges[:, 0, T:, 0] != 0
-    newest = torch.arange(1, T + 1, device=key_ranges.device)
-    differs = ((high > low) != valid) | (valid & (high != newest))
-    tokens = valid.flatten().nonzero()[:, 0]
-    if not len(tokens) or bool(differs.any()):
-        return None
-    document = low + T * torch.arange(B, device=key_ranges.device)[:, None]
-    _, lengths = torch.unique_consecutive(document.flatten()[tokens], return_counts=True)
-    return tokens, F.pad(lengths.cumsum(0), (1, 0))
-
-
-class _FirstDerivative(torch.autograd.Function):
-    """The identity. It refuses gradients of gradients, from which the kernel's part would be missing."""
-
-    @staticmethod
-    def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(tensor.view_as(tensor) for tensor in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        if torch.is_grad_enabled():
-            raise NotImplementedError(
-                "stick-breaking attention by flash-linear-attention has no second derivative: use "
-                "attn_implementation='eager' for gradients of gradients"
-            )
-        return grads
-
-
-def fused_stick_breaking_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, mask: torch.Tensor | None = None, scaling: float,
-    inclusive: bool = False, dropout: float = 0.0,
-) -> tuple[torch.Tensor, torch.Tensor] | None:  # fmt: skip
-    """Stick-breaking attention by flash-linear-attention, or None where it does not compute the call.
-
-    Arguments and results are those of `stick_breaking_attention`, but for the remainder's type, that of the query.
-    Documents and padding are sequences of different lengths beside each other, without the padding.
-    """
-    query, key, value = autocast_inputs(query, key, value)
-    documents = None
-    if not _fused_supports(query, key, value, mask, dropout):
-        return None
-    if mask is not None:
-        documents = _documents(mask)
-        if documents is None:
-            return None
-    B, H, T, _ = query.shape
-    # (B, T, H, D), as projections leave them in memory.
-    inputs = [tensor.transpose(1, 2) for tensor in (query, key, value)]
-    attend: Any = _fused_attention()
-    if documents is None:
-        output, remainder = attend(*inputs, scale=scaling, attend_current=inclusive)
-    else:
-        tokens, bounds = documents
-        inputs = [tensor.flatten(0, 1)[tokens][None] for tensor in inputs]
-        packed, left = attend(*inputs, scale=scaling, attend_current=inclusive, cu_seqlens=bounds)
-        output = packed.new_zeros(B * T, *packed.shape[2:]).index_copy(0, tokens, packed[0]).unflatten(0, (B, T))
-        remainder = left.new_ones(B * T, H).index_copy(0, tokens, left[0]).unflatten(0, (B, T))
-    output, remainder = _FirstDerivative.apply(output, remainder)
-    return output.transpose(1, 2), remainder.transpose(1, 2)
-
-
 class HeadNorm(nn.Module):
     """GroupNorm with one group for each head: weight and bias (H, D)."""
 
@@ -357,7 +238,7 @@ class StickBreaking(PositionEncoding):
 
     Recency is built in, so there are no positions and no limit on length. Weights sum to at most 1; with the default
     the first token of a text attends to nothing, and gets 0. Computed in log space, in float32. The blockwise path
-    touches only the keys up to where the sticks are spent (less than 1e-17 is left).
+    touches only the keys up to where the remainder is negligible (less than 1e-17).
     """
 
     name = "stick_breaking"

@@ -8,9 +8,9 @@ from transformers.dynamic_module_utils import get_relative_import_files
 
 from .attention_choice import layer_default, layer_kernel, supported_implementations
 from .position_plan import layer_plan, parse
-from .position_registry import PARTS, POSITION_ENCODINGS
+from .position_registry import ATTENTION_FUNCTIONS, PARTS, POSITION_ENCODINGS
 
-_DOCSTRING = '"""The table of what this folder has the code of; it has what its configuration needs."""'
+_DOCSTRING = '"""The tables of what this folder has the code of: what its configuration needs."""'
 
 
 def code_files(folder: pathlib.Path, model: Any) -> set[str]:
@@ -27,16 +27,22 @@ def reduce_code(folder: pathlib.Path, model: Any) -> None:
     if not registry.is_file() or folder.samefile(own):
         return
     encodings = [cls for cls, _ in parse(model.config).values()]
-    known = [cls for cls in POSITION_ENCODINGS.values() if cls in encodings]
-    needed = needed_parts(model.config)
+    # The code of a class from outside of this package is not saved.
+    known = [cls for cls in POSITION_ENCODINGS.values() if cls in encodings and _is_sibling(cls)]
+    needed = _needed(model.config)
+    functions = {name: function for name, function in ATTENTION_FUNCTIONS.items() if name in needed}
     parts = {name: part for name, part in PARTS.items() if name in needed}
-    registry.write_text(registry_source(known, parts), encoding="utf-8")
+    registry.write_text(registry_source(known, functions, parts), encoding="utf-8")
     for unused in code_files(own, model) - code_files(folder, model):
         (folder / unused).unlink(missing_ok=True)
 
 
-def needed_parts(config: Any) -> set[str]:
-    """Returns the keys of `PARTS` that a configuration needs."""
+def _is_sibling(cls: type) -> bool:
+    return cls.__module__.rpartition(".")[0] == __name__.rpartition(".")[0]
+
+
+def _needed(config: Any) -> set[str]:
+    """Returns names of what a configuration needs, among them keys of `ATTENTION_FUNCTIONS` and `PARTS`."""
     plan = layer_plan(config)
     needed = {*supported_implementations(config), *map(layer_default, plan)}
     if any(layer_kernel(parts) for parts in plan):
@@ -48,24 +54,15 @@ def needed_parts(config: Any) -> set[str]:
     return needed
 
 
-def registry_source(encodings: list[Any], parts: dict[str, Any]) -> str:
-    """Returns the text of a `position_registry.py` with these encodings and parts."""
+def registry_source(encodings: list[Any], functions: dict[str, Any], parts: dict[str, Any]) -> str:
+    """Returns the text of a `position_registry.py` with these encodings, attention functions and parts."""
     names: dict[str, set[str]] = {}
-    for one in (*encodings, *parts.values()):
+    for one in (*encodings, *functions.values(), *parts.values()):
         names.setdefault(one.__module__.rpartition(".")[2], set()).add(one.__name__)
-    return "\n".join(
-        (
-            _DOCSTRING,
-            "",
-            *(f"from .{module} import {', '.join(sorted(names[module]))}" for module in sorted(names)),
-            "",
-            "COMPLETE = False",
-            "",
-            f"POSITION_ENCODINGS = {{cls.name: cls for cls in ({', '.join(cls.__name__ for cls in encodings)},)}}",
-            "",
-            "PARTS = {",
-            *(f'    "{name}": {part.__name__},' for name, part in parts.items()),
-            "}",
-            "",
-        )
-    )
+    tables = {"ATTENTION_FUNCTIONS": functions, "PARTS": parts}
+    lines = [f"from .{module} import {', '.join(sorted(names[module]))}" for module in sorted(names)]
+    lines += ["", "COMPLETE = False", "", "POSITION_ENCODINGS = {"]
+    lines += [f'    "{cls.name}": {cls.__name__},' for cls in encodings]
+    for table, entries in tables.items():
+        lines += ["}", "", f"{table} = {{", *(f'    "{name}": {part.__name__},' for name, part in entries.items())]
+    return "\n".join([_DOCSTRING, "", *lines, "}", ""])

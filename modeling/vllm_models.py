@@ -11,6 +11,7 @@ from .attention_choice import layer_default
 from .attention_engine import batch_dependence
 from .position_base import head_dim
 from .position_plan import Part, layer_plan, max_length
+from .pretrained_model import minor_version
 from .vllm_plugin import TESTED
 
 logger = logging.get_logger(__name__)
@@ -22,7 +23,7 @@ try:
         TransformersForCausalLM,
         TransformersForSequenceClassification,
     )
-    from vllm.model_executor.models.utils import maybe_prefix
+    from vllm.model_executor.models.utils import WeightsMapper, maybe_prefix
     from vllm.v1.attention.selector import get_attn_backend
 
     from .vllm_attention import NATIVE, PAGED, PagedBackend, choose_paged_attention
@@ -31,6 +32,12 @@ except (ImportError, AttributeError, TypeError) as error:
         f"vLLM {vllm.__version__} has another interface than vLLM {' and '.join(TESTED)}, with which this package was "
         f"tested ({error}). Install one of these versions."
     ) from error
+
+
+if minor_version(vllm.__version__) not in map(minor_version, TESTED):
+    logger.warning_once(
+        f"vLLM {vllm.__version__} is not a version with which this package was tested: {', '.join(TESTED)}."
+    )
 
 
 class _Served:
@@ -113,8 +120,16 @@ class ForCausalLM(_Served, TransformersForCausalLM):
 
 
 class ForSequenceClassification(_Served, TransformersForSequenceClassification):
-    """A model with a classification head."""
+    """A model with a classification head, on the last token."""
+
+    default_seq_pooling_type = "LAST"
+
+    def _create_hf_to_vllm_mapper(self) -> None:
+        super()._create_hf_to_vllm_mapper()
+        self.hf_to_vllm_mapper |= WeightsMapper(orig_to_new_prefix={"score.": "classifier."})
 
 
 class EmbeddingModel(_Served, TransformersEmbeddingModel):
-    """A model without a head."""
+    """A model without a head; by default, an embedding is that of the last token."""
+
+    default_seq_pooling_type = "LAST"

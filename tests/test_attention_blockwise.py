@@ -19,7 +19,7 @@ import whatwhere.attention_blockwise as blockwise
 from tiny import LargestTensor, causal_lm_class, key_ranges_of, slow_but, tiny_config, tiny_model, tokens
 from whatwhere.attention_blockwise import BLOCK_BIASES, MASKED, BiasInputs, blockwise_attention
 from whatwhere.attention_choice import supported_implementations
-from whatwhere.position_cope import GatedCoPEBias
+from whatwhere.cope_bias import GatedCoPEBias
 from whatwhere.position_plan import list_position_encodings
 
 ENCODINGS = ["none", "cope", "cope-gated", "relative", "relative-last", "alibi", "cope+relative", "cope+alibi"]

@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from whatwhere.scripts.gpu_check import groups_on_cpu, groups_on_gpu
+from whatwhere.scripts.commands.gpu_check import groups_on_cpu, groups_on_gpu
 
 CASES = [
     pytest.param(group, one, id=f"{group.name}: {one}")

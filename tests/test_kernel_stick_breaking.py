@@ -12,8 +12,9 @@ import fla.ops.stickbreaking_attn.parallel as parallel
 
 import oracles
 from tiny import key_ranges_of, tiny_model, tokens
-from whatwhere import position_stick_breaking
-from whatwhere.position_stick_breaking import _fused_attention, fused_stick_breaking_attention, stick_breaking_attention
+from whatwhere import attention_fla
+from whatwhere.attention_fla import _fused_attention, fused_stick_breaking_attention
+from whatwhere.position_stick_breaking import stick_breaking_attention
 
 pytestmark = pytest.mark.usefixtures("on_device")
 
@@ -32,7 +33,7 @@ def used(device, monkeypatch):
         tuner = getattr(kernel, "fn", None)
         if hasattr(tuner, "configs"):
             monkeypatch.setattr(tuner, "configs", tuner.configs[:1])
-    monkeypatch.setattr(position_stick_breaking, "FUSED_DEVICES", ("cpu",))
+    monkeypatch.setattr(attention_fla, "FUSED_DEVICES", ("cpu",))
 
 
 def inputs(batch=1, length=70, heads=2, groups=1, width=20, dtype=torch.float32):
@@ -101,7 +102,7 @@ def calls(monkeypatch):
         found.append(options)
         return right(*tensors, **options)
 
-    monkeypatch.setattr(position_stick_breaking, "_fused_attention", lambda: attend)
+    monkeypatch.setattr(attention_fla, "_fused_attention", lambda: attend)
     return found
 
 
@@ -157,7 +158,7 @@ def test_gradients_of_gradients_are_refused():
 def test_without_it(installed, monkeypatch):
     """Blockwise computes the call, which is said once."""
     said = []
-    monkeypatch.setattr(position_stick_breaking.logger, "warning_once", said.append)
+    monkeypatch.setattr(attention_fla.logger, "warning_once", said.append)
     if installed == "not":
         monkeypatch.setitem(sys.modules, "fla.ops.stickbreaking_attn", None)
     else:

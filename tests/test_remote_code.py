@@ -194,16 +194,12 @@ NEEDED = {
     "rope": {"attention_sdpa"},
     "absolute": {"attention_sdpa"},
     "alibi": {"attention_sdpa", "attention_blockwise", *KERNELS},
-    "cope": {"attention_blockwise", "learned_table", "kernel_cope", *KERNELS},
-    "cope+relative": {"attention_blockwise", "learned_table", "kernel_cope", *KERNELS},
-    "cope+alibi": {"attention_blockwise", "learned_table", "kernel_cope", *KERNELS},
-    # Its position_cope has kernels.
-    "cope_mlp": {
-        *("attention_blockwise", "learned_table", "position_cope", "kernel_cope"),
-        *KERNELS - {"attention_triton", "kernel_bias"},
-    },
+    "cope": {"attention_blockwise", "learned_table", "cope_bias", "kernel_cope", *KERNELS},
+    "cope+relative": {"attention_blockwise", "learned_table", "cope_bias", "kernel_cope", *KERNELS},
+    "cope+alibi": {"attention_blockwise", "learned_table", "cope_bias", "kernel_cope", *KERNELS},
+    "cope_mlp": {"attention_blockwise", "cope_bias", "kernel_operator"},
     "pope": {"attention_sdpa", "kernel_pope", *KERNELS},
-    "stick_breaking": {"attention_blockwise", "learned_table", "kernel_operator"},
+    "stick_breaking": {"attention_blockwise", "attention_fla", "learned_table", "kernel_operator"},
     "fox+rope": {"attention_sdpa", "attention_blockwise", "head_linear", *KERNELS},
     "token_gated_cope": {
         *("attention_autograd", "attention_blockwise", "attention_sdpa", "head_linear", "learned_table", *KERNELS)
@@ -244,7 +240,7 @@ def test_saved_files_are_the_repository_s_that_are_needed(family, encoding, opti
 
 
 @pytest.mark.parametrize(
-    ("family", "encoding", "lines"), [("gpt2", "rope", 2900), ("llama", "pope", 4950), ("gpt2", "cope", 6300)]
+    ("family", "encoding", "lines"), [("gpt2", "rope", 2900), ("llama", "pope", 4950), ("gpt2", "cope", 6400)]
 )
 def test_a_saved_folder_is_short(family, encoding, lines, tmp_path):
     # Who loads it with trust_remote_code=True must read it.

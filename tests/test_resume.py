@@ -37,6 +37,7 @@ from runs import (
     write_texts,
 )
 from tiny import slow_but
+from whatwhere.model_card import NO_RESULTS
 from whatwhere.scripts.errors import TrainingError
 from whatwhere.scripts.training import loop
 from whatwhere.scripts.training.checkpoint import Checkpoints
@@ -161,9 +162,13 @@ def test_the_command_after_an_interruption_continues(stock, data_dir, tmp_path, 
         printed,
     )
     assert (f"\nNext: whatwhere length {tmp_path}/whole\n" in printed) == (command == "train")
-    # The card is written once.
+    # The card is written once, or again if the process ended before it was written.
     card = tmp_path / "whole/README.md"
-    assert "tiny" in card.read_text(encoding="utf-8") if command == "train" else "LoRA" in card.read_text()
+    whole = card.read_text(encoding="utf-8")
+    assert ("tiny" if command == "train" else "LoRA") in whole
+    card.write_text(NO_RESULTS, encoding="utf-8")
+    cli.main([*begun, "--output", str(tmp_path / "whole"), "--resume", "auto"])
+    assert card.read_text(encoding="utf-8") == whole
     card.write_text("edited", encoding="utf-8")
     cli.main([*begun, "--output", str(tmp_path / "whole"), "--resume", "auto"])
     assert card.read_text(encoding="utf-8") == "edited"

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from ...attention_blockwise import join_digits
+from ...cope_bias import GatedCoPEBias
 from ...position_base import PositionContext
-from ...position_cope import GatedCoPEBias
 from ...position_plan import list_position_encodings
 from ..evaluation.figures import new_figure, save_figure, wrapped
 from ..evaluation.results import markdown_table

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import transformers
 
+from ...model_card import NO_RESULTS
 from ..conversion.record import RECORD, card_metadata
 from ..evaluation.checkpoints import checked_loading
 from ..evaluation.curves import curves_figure
@@ -72,12 +73,26 @@ def write_card(folder: str | pathlib.Path, *, name: str | None = None) -> pathli
 
 @contextlib.contextmanager
 def card_of_run(folder: str | pathlib.Path) -> Iterator[None]:
-    """Writes the card of a run that is finished in this context, in the first process."""
-    results = pathlib.Path(folder) / "results.json"
+    """Writes the card of a run that is finished in this context, in the first process.
+
+    A run that was finished before gets it if it has none with its results: its process ended before it was written.
+    """
+    folder = pathlib.Path(folder)
+    results = folder / "results.json"
     was_finished = results.exists()
     yield
-    if results.exists() and not was_finished and is_first_process():
-        write_card(folder)
+    if results.exists() and is_first_process() and (not was_finished or not _has_results(folder / "README.md")):
+        try:
+            write_card(folder)
+        except OSError as error:
+            raise OSError(
+                f"The run is finished, but its card cannot be written ({error}). Then: whatwhere card {folder}"
+            ) from error
+
+
+def _has_results(card: pathlib.Path) -> bool:
+    """Returns whether a card exists that is not the short one, which models write when they are saved."""
+    return card.is_file() and NO_RESULTS not in card.read_text(encoding="utf-8")
 
 
 def _conversion(folder: pathlib.Path, config: Any) -> dict[str, Any] | None:
