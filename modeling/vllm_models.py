@@ -35,9 +35,7 @@ except (ImportError, AttributeError, TypeError) as error:
 
 
 if minor_version(vllm.__version__) not in map(minor_version, TESTED):
-    logger.warning_once(
-        f"vLLM {vllm.__version__} is not a version with which this package was tested: {', '.join(TESTED)}."
-    )
+    logger.warning_once(f"vLLM {vllm.__version__} was not tested with this package; tested: {', '.join(TESTED)}.")
 
 
 class _Served:

@@ -1,4 +1,4 @@
-"""vLLM itself, on a CPU, with saved folders; `make test-vllm` makes its environment. `paged_engine` is the stand-in."""
+"""vLLM itself, on a CPU, with saved folders; `make test-vllm` makes its environment."""
 
 import importlib.util
 import json
@@ -10,21 +10,28 @@ import sys
 import pytest
 import torch
 
-from engine_matrix import ENGINES
-from tiny import FAMILIES, tiny_model, tokens
-from whatwhere import list_position_encodings
+from tiny import FAMILIES, tiny_config, tiny_model, tokens
+from whatwhere import WhatWhereLlamaForSequenceClassification, list_position_encodings
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed: `make test-vllm` runs these tests", allow_module_level=True)
 
+peft = pytest.importorskip("peft")
+
 LENGTH = 48
-PROMPTS = [tokens(1, length, seed=length)[0].tolist() for length in (5, 9, 1, 17)]
-GENERATED = [encoding for encoding in list_position_encodings() if ENGINES["vllm"].cell(encoding) != "refused"]
-REFUSED = [encoding for encoding in list_position_encodings() if encoding not in GENERATED]
-# Beside each encoding: fields of configurations, and options of vLLM.
+# A prompt of one token, and some that are longer than one step of 24 tokens takes.
+PROMPTS = [tokens(1, length, seed=length)[0].tolist() for length in (5, 9, 1, 17, 30, 2, 13, 32)]
+NEW = 16
+# Fields of configurations, and options of vLLM.
 SETTINGS = {
     "layers": ("llama", ["rope", "none"], {}, {}),
+    "layers of other widths": ("llama", ["pope", "alibi"], {}, {}),
+    "layers with states": ("gpt2", ["fox", "cope"], {}, {}),
     "options": ("llama", "rope", {"qk_norm": True, "output_norm": True, "output_gate": True}, {}),
+    "pro": ("llama", "fox", {"qk_norm": True, "output_norm": True, "output_gate": True}, {}),
+    "gate keys": ("llama", "cope+rope", {"position_encoding_parameters": {"cope": {"gates": "separate_key"}}}, {}),
+    "remainder": ("llama", "stick_breaking", {"position_encoding_parameters": {"remainder": "head_bias"}}, {}),
+    "hard": ("llama", "alibi", {"attention_weights": "hard"}, {}),
     "yarn": (
         "llama",
         "rope",
@@ -39,54 +46,107 @@ SETTINGS = {
         {},
     ),
     "heads": ("llama", "rope", {"num_key_value_heads": 1, "head_dim": 64, "attention_bias": True}, {}),
+    "narrow heads": ("llama", "rope", {"hidden_size": 64}, {}),
     "tied": ("llama", "absolute", {"tie_word_embeddings": True}, {}),
-    "as many positions as tokens": ("gpt2", "absolute", {"max_position_embeddings": 61}, {}),
+    "as many positions as tokens": ("gpt2", "absolute", {}, {"max_model_len": LENGTH}),
+    "beyond the trained length": ("llama", "cope", {"max_position_embeddings": 16}, {"max_model_len": LENGTH}),
     "scales": ("gpt2", "rope", {"scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True}, {}),
     "post": ("gpt2", "none", {"norm_position": "post", "norm_type": "rmsnorm", "tie_word_embeddings": False}, {}),
     "compiled": ("llama", "absolute", {}, {"enforce_eager": False}),
     "compiled gpt2": ("gpt2", "rope", {}, {"enforce_eager": False}),
+    "compiled pope": ("llama", "pope", {}, {"enforce_eager": False}),
+    "not compiled": ("llama", "cope", {}, {"enforce_eager": False}),
+    "cached prompts": ("llama", "fox", {}, {"mode": "twice", "block_size": 16}),
+    "cached prompts of pope": ("llama", "pope", {}, {"mode": "twice", "block_size": 32}),
+    "few pages": (
+        "llama",
+        "cope",
+        {},
+        {"num_gpu_blocks_override": 8, "block_size": 16, "enable_prefix_caching": False},
+    ),
 }
+# What a folder's own code runs in vLLM, without the package.
+PLAIN = ("none", "absolute", "sinusoidal", "rope")
 
 
 def build(family, encoding, fields):
     # A head as narrow as vLLM can hold.
-    return tiny_model(family, encoding, **{"hidden_size": 128, "eos_token_id": None, **fields})
+    given = {"hidden_size": 128, "eos_token_id": None, "max_position_embeddings": LENGTH, **fields}
+    return tiny_model(family, encoding, **given)
+
+
+def run(folder, cases, **names):
+    """Runs cases in one process, because vLLM takes many times as long to be imported as to run one."""
+    path = folder / "cases.json"
+    path.write_text(json.dumps(cases))
+    # vLLM binds no thread to a core, and has 1 GiB for keys and values.
+    names |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    names |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    names |= {"HF_HOME": str(folder / "home"), "VLLM_CACHE_ROOT": str(folder / "cache")}
+    names |= {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
+    worker = pathlib.Path(__file__).parent / "vllm_worker.py"
+    done = subprocess.run(
+        [sys.executable, worker, path], env={**os.environ, **names}, cwd=folder, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    return json.loads(path.with_suffix(".found").read_text())
+
+
+def expected(model):
+    """Returns what `generate` adds to each prompt, and the log-probabilities of a forward pass without a cache."""
+    texts, logprobs = [], []
+    for ids in PROMPTS:
+        text = model.generate(torch.tensor([ids]), max_new_tokens=NEW, do_sample=False)
+        with torch.no_grad():
+            scores = model(text).logits[0, len(ids) - 1 : -1].log_softmax(-1)
+        texts.append(text[0, len(ids) :].tolist())
+        logprobs.append(scores.gather(-1, text[0, len(ids) :, None])[:, 0].tolist())
+    return {"tokens": texts, "logprobs": logprobs}
 
 
 class Runs:
-    """All cases, in one process, because vLLM takes many times as long to be imported as to run one."""
+    """All cases with the package."""
 
     def __init__(self, folder):
-        self.cases, self.expected = {}, {}
-        for family in FAMILIES:
-            for encoding in list_position_encodings():
-                self.add(folder, f"{family} {encoding}", family, encoding, {}, {})
-        for name, case in SETTINGS.items():
-            self.add(folder, name, *case)
-        too_long = {"max_model_len": 2 * LENGTH}
-        self.add(folder, "too long", "gpt2", "absolute", {}, too_long)
-        path = folder / "cases.json"
-        path.write_text(json.dumps(self.cases))
-        # One process, of which vLLM binds no thread to a core, and 1 GiB for keys and values.
-        names = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-        names |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
-        names |= {"HF_HOME": str(folder / "home"), "VLLM_CACHE_ROOT": str(folder / "cache")}
-        names |= {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1", "PYTHONPATH": ""}
-        worker = pathlib.Path(__file__).parent / "vllm_worker.py"
-        done = subprocess.run(
-            [sys.executable, worker, path], env={**os.environ, **names}, cwd=folder, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-        self.found = json.loads(path.with_suffix(".found").read_text())
+        cases, self.expected = {}, {}
+        options = {"prompts": PROMPTS, "new_tokens": NEW, "max_num_batched_tokens": 24, "max_model_len": LENGTH}
+        named = {f"{family} {one}": (family, one, {}, {}) for family in FAMILIES for one in list_position_encodings()}
+        for name, (family, encoding, fields, own) in {**named, **SETTINGS}.items():
+            model = build(family, encoding, fields)
+            model.save_pretrained(folder / name)
+            cases[name] = {"folder": str(folder / name), **options, **own}
+            self.expected[name] = expected(model)
+        self.add_adapter(folder, cases, options)
+        self.add_classifier(folder, cases)
+        for name, encoding, fields in (
+            ("too long", "absolute", {}),
+            ("shifted", "rope", {"key_value_shift": True}),
+            ("dynamic", "rope", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}),
+        ):
+            build("llama", encoding, fields).save_pretrained(folder / name)
+            cases[name] = {"folder": str(folder / name), **options, "max_model_len": 2 * LENGTH}
+        self.found = run(folder, cases)
 
-    def add(self, folder, name, family, encoding, fields, options):
-        model = build(family, encoding, fields)
-        model.save_pretrained(folder / name)
-        self.cases[name] = {"folder": str(folder / name), "prompts": PROMPTS, **options}
-        if encoding in REFUSED:
-            return
-        texts = [model.generate(torch.tensor([ids]), max_new_tokens=8, do_sample=False) for ids in PROMPTS]
-        self.expected[name] = [text[0, len(ids) :].tolist() for text, ids in zip(texts, PROMPTS)]
+    def add_adapter(self, folder, cases, options):
+        adapter = peft.LoraConfig(r=8, lora_alpha=64, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        for encoding in ("rope", "fox"):
+            model = peft.get_peft_model(build("llama", encoding, {}), adapter)
+            model.save_pretrained(folder / f"adapter of {encoding}")
+            name = f"lora {encoding}"
+            lora = {"lora": str(folder / f"adapter of {encoding}"), "enable_lora": True, "max_lora_rank": 8}
+            cases[name] = {"folder": str(folder / f"llama {encoding}"), **options, **lora}
+            self.expected[name] = expected(model.merge_and_unload())
+
+    def add_classifier(self, folder, cases):
+        for encoding in ("rope", "cope"):
+            config = tiny_config("llama", encoding, hidden_size=128, num_labels=3, pad_token_id=0)
+            model = WhatWhereLlamaForSequenceClassification(config).eval()
+            name = f"classes {encoding}"
+            model.save_pretrained(folder / name)
+            cases[name] = {"folder": str(folder / name), "prompts": PROMPTS, "mode": "classify", "runner": "pooling"}
+            with torch.no_grad():
+                logits = [model(torch.tensor([ids])).logits[0] for ids in PROMPTS]
+            self.expected[name] = {"values": [one.softmax(-1).tolist() for one in logits]}
 
 
 @pytest.fixture(scope="module")
@@ -94,27 +154,71 @@ def runs(tmp_path_factory):
     return Runs(tmp_path_factory.mktemp("vllm"))
 
 
+def assert_equal(found, expected):
+    assert found.get("tokens") == expected["tokens"], found
+    for one, other in zip(found["logprobs"], expected["logprobs"]):
+        # CoPE's kinks make rounding errors larger.
+        assert one == pytest.approx(other, abs=2e-3)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("encoding", GENERATED)
+@pytest.mark.parametrize("encoding", list_position_encodings())
 def test_vllm_generates_what_generate_does(runs, family, encoding):
-    name = f"{family} {encoding}"
-    assert runs.found[name] == {"tokens": runs.expected[name]}
+    assert_equal(runs.found[f"{family} {encoding}"], runs.expected[f"{family} {encoding}"])
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", [*SETTINGS, "lora rope", "lora fox"])
 def test_settings(runs, name):
-    assert runs.found[name] == {"tokens": runs.expected[name]}
+    assert_equal(runs.found[name], runs.expected[name])
+
+
+@pytest.mark.parametrize("encoding", ["rope", "cope"])
+def test_classification(runs, encoding):
+    found, expected = (one[f"classes {encoding}"] for one in (runs.found, runs.expected))
+    for one, other in zip(found["values"], expected["values"]):
+        assert one == pytest.approx(other, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "too long",
+            f"max_model_len={2 * LENGTH} is longer than position_encoding='absolute' supports ({LENGTH} tokens)",
+        ),
+        ("shifted", "key_value_shift=True (position_encoding='rope') is not supported in vLLM"),
+        ("dynamic", "rope_type='dynamic' (position_encoding='rope') is not supported in vLLM"),
+    ],
+)
+def test_refusals(runs, name, message):
+    assert message in runs.found[name]["error"]
+
+
+@pytest.fixture(scope="module")
+def without_package(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("without")
+    cases, models = {}, {}
+    for family in FAMILIES:
+        for encoding in (*PLAIN, "pope", "cope", "fox", "alibi"):
+            name = f"{family} {encoding}"
+            models[name] = build(family, encoding, {})
+            models[name].save_pretrained(folder / name)
+            cases[name] = {"folder": str(folder / name), "prompts": PROMPTS, "new_tokens": NEW, "max_model_len": LENGTH}
+    found = run(folder, cases, WITHOUT_PACKAGE="1", VLLM_PLUGINS="none", PYTHONPATH="")
+    return found, models
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("encoding", REFUSED)
-def test_vllm_refuses_what_it_cannot_run(runs, family, encoding):
-    error = runs.found[f"{family} {encoding}"]["error"]
+@pytest.mark.parametrize("encoding", PLAIN)
+def test_without_the_package(without_package, family, encoding):
+    found, models = without_package
+    assert_equal(found[f"{family} {encoding}"], expected(models[f"{family} {encoding}"]))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("encoding", ["pope", "cope", "fox", "alibi"])
+def test_without_the_package_others_are_refused(without_package, family, encoding):
+    error = without_package[0][f"{family} {encoding}"]["error"]
     assert error.startswith("ValueError")
-    assert "vllm" in error
     assert f"position_encoding={encoding!r}" in error
-
-
-def test_a_length_beyond_the_table_is_refused(runs):
-    message = f"max_model_len={2 * LENGTH} is longer than position_encoding='absolute' supports ({LENGTH} tokens)"
-    assert message in runs.found["too long"]["error"]
+    assert "install the package whatwhere beside vLLM" in error
