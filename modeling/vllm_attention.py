@@ -146,7 +146,7 @@ def grouped(starts: list[int], lengths: list[int], block_table: torch.Tensor, bl
         blocks = block_table[rows[:, None], places // block_size].long()
         return blocks * block_size + places % block_size
 
-    decoding = [i for i, (count, length) in enumerate(zip(counts, lengths)) if count == 1 and length > 1]
+    decoding = [i for i, (count, total) in enumerate(zip(counts, lengths)) if count == 1 and total > 1]
     if decoding:
         longest = max(lengths[i] for i in decoding)
         length = tensor([lengths[i] for i in decoding])
@@ -154,16 +154,16 @@ def grouped(starts: list[int], lengths: list[int], block_table: torch.Tensor, bl
         mask = None if all(lengths[i] == longest for i in decoding) else places >= 0
         tokens = tensor([starts[i] for i in decoding])[:, None]
         yield Sequences(tokens, longest - 1, slots(tensor(decoding), places), mask, length[:, None] - 1)
-    fresh = [i for i, (count, length) in enumerate(zip(counts, lengths)) if count and count == length]
+    fresh = [i for i, (count, total) in enumerate(zip(counts, lengths)) if count and count == total]
     if fresh:
         tokens = torch.cat([torch.arange(starts[i], starts[i + 1], device=device) for i in fresh])
         positions = torch.cat([torch.arange(counts[i], device=device) for i in fresh])
         yield Sequences(tokens[None], 0, None, None, positions[None])
-    for i, (count, length) in enumerate(zip(counts, lengths)):
-        if 1 < count < length:
-            places = torch.arange(length, device=device)[None]
+    for i, (count, total) in enumerate(zip(counts, lengths)):
+        if 1 < count < total:
+            places = torch.arange(total, device=device)[None]
             tokens = torch.arange(starts[i], starts[i + 1], device=device)[None]
-            yield Sequences(tokens, length - count, slots(tensor([i]), places), None, places[:, length - count :])
+            yield Sequences(tokens, total - count, slots(tensor([i]), places), None, places[:, total - count :])
 
 
 def paged_attention_forward(

@@ -54,10 +54,9 @@ ENGINES: dict[str, Engine] = {
     "vllm": Engine(
         "Serving",
         "vLLM",
-        "`vllm serve FOLDER --trust-remote-code`, with vLLM 0.32. `make test-vllm` makes an environment and runs it "
-        "there, on a CPU.",
-        "refused",
-        dict.fromkeys(PLAIN, "works"),
+        "`vllm serve FOLDER --trust-remote-code`, with vLLM 0.32 and this package installed. `make test-vllm` makes an "
+        "environment and runs it there, on a CPU.",
+        "works",
         test="tests/test_vllm.py::test_vllm_generates_what_generate_does",
     ),
     "sglang": Engine(
