@@ -120,7 +120,7 @@ class Runs:
         self.add_classifier(folder, cases)
         for name, encoding, fields in (
             ("too long", "absolute", {}),
-            ("shifted", "rope", {"key_value_shift": True}),
+            ("shifted", "none", {"key_value_shift": True}),
             ("dynamic", "rope", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}),
         ):
             build("llama", encoding, fields).save_pretrained(folder / name)
@@ -186,7 +186,7 @@ def test_classification(runs, encoding):
             "too long",
             f"max_model_len={2 * LENGTH} is longer than position_encoding='absolute' supports ({LENGTH} tokens)",
         ),
-        ("shifted", "key_value_shift=True (position_encoding='rope') is not supported in vLLM"),
+        ("shifted", "key_value_shift=True (position_encoding='none') is not supported in vLLM"),
         ("dynamic", "rope_type='dynamic' (position_encoding='rope') is not supported in vLLM"),
     ],
 )
