@@ -4,7 +4,9 @@ It is imported as `whatwhere_cli`: the import of the package, which registers th
 seconds.
 """
 
+import difflib
 import importlib
+import importlib.metadata
 import os
 import sys
 from typing import Any
@@ -70,17 +72,22 @@ def _run(arguments: list[str]) -> Any:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(help_text())
         return None
+    name, *rest = arguments
+    if name == "--version":
+        print(importlib.metadata.version("whatwhere"))
+        return None
+    if name not in _MODULES:
+        # Without the package's `suggest`, so that the answer comes at once.
+        near = difflib.get_close_matches(name.lower(), _MODULES, n=1)
+        meant = f"Did you mean {near[0]!r}? " if near else ""
+        sys.exit(f"error: command={name!r} is not valid. {meant}Allowed: {', '.join(map(repr, sorted(_MODULES)))}.")
     from transformers.utils import logging
 
     from whatwhere.scripts.errors import reported
-    from whatwhere.validation import suggest
 
-    name, *rest = arguments
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-    if name not in _MODULES:
-        sys.exit(f"error: command={name!r} is not valid. {suggest(name, _MODULES)}")
     with reported(name, rest):
         result = importlib.import_module(f"whatwhere.scripts.{_MODULES[name]}").main(rest)
     # Without this, gloo's threads sometimes abort a process at its exit.

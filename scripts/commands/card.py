@@ -180,13 +180,20 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--output", type=pathlib.Path, metavar="DIR", help="the folder of all cards (default: next to the weights)"
     )
-    parser.add_argument("--name", help="folder name of a RUN in --output (default: recipe and encoding)")
+    parser.add_argument("--name", help="with --output: folder name of a RUN (default: recipe and encoding)")
     parser.add_argument(
-        "--results", nargs="+", default=[], type=pathlib.Path, metavar="FILE", help="length*.json of several RUNs"
+        "--results",
+        nargs="+",
+        default=[],
+        type=pathlib.Path,
+        metavar="FILE",
+        help="with --output: length*.json of RUNs",
     )
     options = parser.parse_args(arguments)
     if options.output is None:
-        if options.name or options.results or not options.runs:
+        if options.name or options.results:
+            parser.error("--name and --results need --output, the folder of all cards.")
+        if not options.runs:
             parser.error("give a RUN, or --output with the folder of all cards.")
         paths = [write_card(run) for run in options.runs]
     else:

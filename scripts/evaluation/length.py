@@ -405,6 +405,8 @@ def run(options: argparse.Namespace, origin: dict[str, Any]) -> LengthResults:
         files += draw(entries, stem, metric=metric, title=text_of(results.data))
     remove_numbered_figures(results.path.with_suffix(""), files)
     print(f"Written: {', '.join(map(str, files))}")
+    if len(options.checkpoints) > 1:
+        print(f"Next: whatwhere compare {' '.join(options.checkpoints)} --results {results.path}")
     return results
 
 

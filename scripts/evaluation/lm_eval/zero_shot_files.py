@@ -1,7 +1,7 @@
 """Data of the zero-shot tasks: the questions of CBT, and local files in place of the Hub's data sets.
 
-The YAML files in this folder name these functions; lm-eval loads this file by its path, not as a part of the
-package, so that it imports the package by its name.
+The YAML files in this folder name these functions. lm-eval loads this file by its path, not as a part of the package,
+which it does not import: a process with the package runs the package's code instead of the code in a model's folder.
 
 The folder of local files is set by `--metadata '{"data_dir": "data"}'` on lm-eval's command line, else by
 WHATWHERE_DATA_DIR. Its files are in the format of their authors unless noted:
@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import functools
 import gzip
+import importlib.util
 import json
 import os
 import pathlib
@@ -34,11 +35,14 @@ import zlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-# Not the models: lm-eval loads this file for a list of tasks, too.
-from whatwhere.scripts.data.folder import DATA_DIR_VARIABLE, data_folder
-
 if TYPE_CHECKING:
     import datasets
+
+_PATH = pathlib.Path(__file__).parents[2] / "data" / "folder.py"
+_SPEC: Any = importlib.util.spec_from_file_location("whatwhere_data_folder", _PATH)
+_folder_file = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(_folder_file)
+DATA_DIR_VARIABLE, data_folder = _folder_file.DATA_DIR_VARIABLE, _folder_file.data_folder
 
 BLANK = "XXXXX"
 
