@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 import vllm
+from torch import nn
 from transformers.utils import logging
 
 from .attention_block import AttentionBlock
@@ -65,12 +66,17 @@ class _Served:
         plan = layer_plan(config)
         if config.attention_weights != "softmax" or any(layer_default(parts) != "sdpa" for parts in plan):
             return False
-        try:
-            for width in {_native_width(config, parts) for parts in plan}:
-                get_attn_backend(width, torch.get_default_dtype(), self.cache_config.cache_dtype, use_mla=False)
-        except ValueError as error:
-            logger.warning_once(f"vLLM has no kernel for this model ({error}). Slower attention of whatwhere is used.")
-            return False
+        dtype, cache_dtype = torch.get_default_dtype(), self.cache_config.cache_dtype
+        for width in {_native_width(config, parts) for parts in plan}:
+            try:
+                supported = get_attn_backend(width, dtype, cache_dtype, use_mla=False).supports_head_size(width)
+            except ValueError:
+                supported = False
+            if not supported:
+                logger.warning_once(
+                    f"vLLM has no attention kernel for {width} channels: slower attention of this package is used."
+                )
+                return False
         return True
 
     def _decorate_cls_for_torch_compile(self: Any, *, enable_if: Any, **options: Any) -> None:
@@ -121,6 +127,11 @@ class ForSequenceClassification(_Served, TransformersForSequenceClassification):
     """A model with a classification head, on the last token."""
 
     default_seq_pooling_type = "LAST"
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        # vLLM expects a head that takes one token out of several; ours is a linear layer for the token.
+        self.classifier.__class__ = nn.Linear
 
     def _create_hf_to_vllm_mapper(self) -> None:
         super()._create_hf_to_vllm_mapper()

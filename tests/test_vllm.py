@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tiny import FAMILIES, tiny_config, tiny_model, tokens
-from whatwhere import WhatWhereLlamaForSequenceClassification, list_position_encodings
+from whatwhere import WhatWhereLlamaForCausalLM, WhatWhereLlamaForSequenceClassification, list_position_encodings
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed: `make test-vllm` runs these tests", allow_module_level=True)
@@ -130,7 +130,9 @@ class Runs:
     def add_adapter(self, folder, cases, options):
         adapter = peft.LoraConfig(r=8, lora_alpha=64, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
         for encoding in ("rope", "fox"):
-            model = peft.get_peft_model(build("llama", encoding, {}), adapter)
+            model = peft.get_peft_model(
+                WhatWhereLlamaForCausalLM.from_pretrained(folder / f"llama {encoding}"), adapter
+            )
             model.save_pretrained(folder / f"adapter of {encoding}")
             name = f"lora {encoding}"
             lora = {"lora": str(folder / f"adapter of {encoding}"), "enable_lora": True, "max_lora_rank": 8}
