@@ -128,8 +128,8 @@ class ForSequenceClassification(_Served, TransformersForSequenceClassification):
 
     default_seq_pooling_type = "LAST"
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
         # vLLM expects a head that takes one token out of several; ours is a linear layer for the token.
         self.classifier.__class__ = nn.Linear
 
