@@ -257,9 +257,8 @@ def test_names_of_the_implementations():
         assert ("triton" in supported) == ("auto" in supported) == (encoding in WITH_KERNELS)
         assert (supported[0] == "auto") == (encoding in WITH_KERNELS)
         if encoding not in WITH_KERNELS:
-            for name in ("triton", "auto"):
-                with pytest.raises(ValueError, match=rf'attn_implementation="{name}".*Allowed: '):
-                    tiny_model("llama", encoding, name)
+            with pytest.raises(ValueError, match=r'attn_implementation="triton".*Allowed: '):
+                tiny_model("llama", encoding, "triton")
 
 
 @pytest.mark.parametrize(
