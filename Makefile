@@ -7,7 +7,7 @@ RUN = $(VENV)/bin/python
 SINGLE = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 PYTEST = $(SINGLE) $(RUN) -m pytest -n 2 --dist worksteal
 
-.PHONY: test test-slow test-all test-engines test-oldest test-newest test-vllm demo lint conformance engines benchmark \
+.PHONY: test test-slow test-engines test-oldest test-newest test-vllm demo lint conformance engines benchmark \
 	gpu-check clean
 
 test: $(VENV)/installed
@@ -17,9 +17,6 @@ test: $(VENV)/installed
 # every engine.
 test-slow: $(VENV)/installed
 	$(PYTEST) -m slow $(TESTS)
-
-test-all: $(VENV)/installed
-	$(PYTEST) $(TESTS)
 
 # Parts of the tests, which GitHub runs beside each other: make test-slow TESTS='$(KERNELS)'.
 KERNELS = $(wildcard tests/test_kernel*.py) tests/test_attention_triton.py tests/test_gpu_check.py
