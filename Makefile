@@ -82,7 +82,7 @@ test-vllm: .venv-vllm/installed
 
 .venv-vllm/installed: pyproject.toml
 	$(PYTHON) -m venv .venv-vllm
-	.venv-vllm/bin/python -m pip install --disable-pip-version-check -q $(VLLM) peft pytest
+	.venv-vllm/bin/python -m pip install --disable-pip-version-check -q $(VLLM) openai peft pytest
 	.venv-vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
 	.venv-vllm/bin/python -m pip install --disable-pip-version-check -q --no-deps -e .
 	touch $@

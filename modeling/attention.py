@@ -50,7 +50,8 @@ def auto_attention_forward(
             return output, None
     rows, keys = query.shape[2], key.shape[2]
     if implementation == "sdpa" and mask is None and 1 < rows < keys:
-        # PyTorch's own causal mask aligns the rows to the beginning of the keys. (No key ranges for an int.)
+        # PyTorch's own causal mask aligns the rows to the beginning of the keys. With an int as offset,
+        # `key_ranges_mask` would return None.
         offset = torch.full((), keys - rows, device=query.device)
         mask = key_ranges_mask(1, rows, keys, offset, device=query.device)
     return attend(layer, query, key, value, mask, context, implementation=implementation, **options)

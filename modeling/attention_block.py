@@ -32,7 +32,7 @@ class _LayerFunctions:
         if name != chosen or given is not function:
             attention = choose_attention(layer, name, given)
             if torch.compiler.is_compiling():
-                # A graph does not change the layer.
+                # Compiled code must not change attributes of the layer.
                 return attention
             layer.attention, layer.chosen_for = attention, (name, given)
         return layer.attention

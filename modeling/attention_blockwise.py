@@ -65,7 +65,7 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def decides_by_data(device: torch.device) -> bool:
-    """Returns True if the values of tensors may decide what is computed: on a CPU. A GPU would be waited for."""
+    """Returns True if values of tensors may decide what is computed: on a CPU. On a GPU, reading them would wait."""
     return device.type == "cpu"
 
 

@@ -25,7 +25,7 @@ FUSED_DEVICES = ("cuda",)
 
 @functools.cache
 def _fused_attention() -> Callable[..., Any] | None:
-    """Returns the kernel of flash-linear-attention, or None where it is not installed, which is said once."""
+    """Returns the kernel of flash-linear-attention, or None with one warning if it is not installed."""
     try:
         from fla.ops.stickbreaking_attn import parallel_stickbreaking_attn
     except ImportError as error:
@@ -42,7 +42,7 @@ def _fused_attention() -> Callable[..., Any] | None:
 
 
 def _fused_supports(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, dropout: float) -> bool:
-    """Returns True if flash-linear-attention computes the call: for example not decoding, nor dropout."""
+    """Returns True if flash-linear-attention supports the call. It has no decoding and no dropout, for example."""
     device, dtype = query.device, query.dtype
     if device.type not in FUSED_DEVICES or torch.compiler.is_compiling():
         return False
@@ -51,7 +51,7 @@ def _fused_supports(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
         old = torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0)
         if old or (mask is not None and torch.cuda.is_current_stream_capturing()):
             return False
-    # Its products of float32 have TF32.
+    # It multiplies float32 numbers in TF32.
     exact = dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision != "tf32"
     return (
         dtype in (torch.float32, torch.bfloat16, torch.float16)
@@ -83,7 +83,7 @@ def _documents(key_ranges: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | 
 
 
 class _FirstDerivative(torch.autograd.Function):
-    """The identity. It refuses gradients of gradients, from which the kernel's part would be missing."""
+    """The identity, with an error for gradients of gradients: the kernel has none."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -106,7 +106,7 @@ def fused_stick_breaking_attention(
     """Stick-breaking attention by flash-linear-attention, or None where it does not compute the call.
 
     Arguments and results are those of `stick_breaking_attention`, but for the remainder's type, that of the query.
-    Documents and padding are sequences of different lengths beside each other, without the padding.
+    Documents are packed as sequences of different lengths; padding is left out.
     """
     query, key, value = autocast_inputs(query, key, value)
     documents = None

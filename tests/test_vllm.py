@@ -1,22 +1,28 @@
 """vLLM itself, on a CPU, with saved folders; `make test-vllm` makes its environment."""
 
+import asyncio
+import contextlib
 import importlib.util
 import json
 import os
 import pathlib
+import socket
 import subprocess
 import sys
+import time
+import urllib.request
 
 import pytest
 import torch
 
 from tiny import FAMILIES, tiny_config, tiny_model, tokens
 from whatwhere import WhatWhereLlamaForCausalLM, WhatWhereLlamaForSequenceClassification, list_position_encodings
+from whatwhere.scripts.data.tokenize import build_tokenizer
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed: `make test-vllm` runs these tests", allow_module_level=True)
 
-peft = pytest.importorskip("peft")
+peft, openai = pytest.importorskip("peft"), pytest.importorskip("openai")
 
 LENGTH = 48
 # A prompt of one token, and some that are longer than one step of 24 tokens takes.
@@ -224,3 +230,67 @@ def test_without_the_package_others_are_refused(without_package, family, encodin
     assert error.startswith("ValueError")
     assert f"position_encoding={encoding!r}" in error
     assert "install the package whatwhere beside vLLM" in error
+
+
+@contextlib.contextmanager
+def serving(folder, log):
+    """Runs vLLM's server; yields its address."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+    names = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    options = ["--trust-remote-code", "--dtype", "float32", "--enforce-eager", "--max-num-seqs", "8"]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", folder, "--port", str(port)]
+    with log.open("w") as file:
+        server = subprocess.Popen([*command, *options], env={**os.environ, **names}, stdout=file, stderr=file)
+    try:
+        for _ in range(120):
+            assert server.poll() is None, log.read_text()[-3000:]
+            with contextlib.suppress(OSError):
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health").close()
+                break
+            time.sleep(1)
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        server.terminate()
+        server.wait()
+
+
+@pytest.mark.parametrize("encoding", ["pope", "cope"])
+def test_the_server(encoding, tmp_path):
+    tokenizer = build_tokenizer("bytes")
+    model = build("llama", encoding, {"vocab_size": len(tokenizer), "max_position_embeddings": 128})
+    folder = str(tmp_path / "model")
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    prompts = ["Hello", "def f(x):", "a"]
+
+    def text(prompt, ids):
+        return whole(tokenizer.decode(ids[0, len(tokenizer(prompt).input_ids) :], skip_special_tokens=True))
+
+    def whole(text):
+        # vLLM holds back the bytes of an incomplete character at the end.
+        return text.rstrip("\ufffd")
+
+    inputs = [tokenizer(prompt, return_tensors="pt").input_ids for prompt in prompts]
+    expected = [text(p, model.generate(i, max_new_tokens=12, do_sample=False)) for p, i in zip(prompts, inputs)]
+
+    async def ask(address):
+        client = openai.AsyncOpenAI(base_url=address, api_key="none")
+        given = {"model": folder, "temperature": 0, "max_tokens": 12, "extra_body": {"ignore_eos": True}}
+        answers = [client.completions.create(prompt=prompt, **given) for prompt in prompts * 3]
+        assert [whole(answer.choices[0].text) for answer in await asyncio.gather(*answers)] == expected * 3
+        stream = await client.completions.create(prompt=prompts[0], stream=True, **given)
+        streamed = "".join([part.choices[0].text async for part in stream])
+        assert whole(streamed) == expected[0]
+        # A request that is given up does not stop the others.
+        given_up = await client.completions.create(prompt="b", stream=True, **{**given, "max_tokens": 100})
+        await given_up.close()
+        stopped = await client.completions.create(prompt=prompts[1], stop=[expected[1][2:4]], **given)
+        assert stopped.choices[0].finish_reason == "stop"
+        assert stopped.choices[0].text == expected[1][: expected[1].index(expected[1][2:4])]
+        with pytest.raises(openai.BadRequestError, match="maximum context length is 128 tokens"):
+            await client.completions.create(prompt="x" * 200, **given)
+
+    with serving(folder, tmp_path / "log") as address:
+        asyncio.run(ask(address))
