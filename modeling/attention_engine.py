@@ -69,10 +69,6 @@ def _check_cache(module: Any, name: str, query: torch.Tensor, key: torch.Tensor,
             )
 
 
-def _install(name: str) -> str:
-    return "To serve it with vLLM, install the package whatwhere beside vLLM. " if name == "vllm" else ""
-
-
 def accepts_engine(config: Any, name: str, supported: list[str], max_length: int | None) -> bool:
     """Returns whether `name` is one that an engine added; raises ValueError if it is not supported.
 
@@ -89,9 +85,14 @@ def accepts_engine(config: Any, name: str, supported: list[str], max_length: int
     widened = "sdpa" in supported and "blockwise" not in supported and name in AttentionMaskInterface()
     if "flash_attention" not in supported and not widened:
         setting = "" if config.attention_weights == "softmax" else f"attention_weights={config.attention_weights!r}, "
+        if name == "vllm":
+            raise ValueError(
+                f"{setting}position_encoding={encoding!r} needs the package whatwhere beside vLLM: run `pip install .` "
+                "in a clone of it."
+            )
         raise ValueError(
             f"attn_implementation={name!r} gives an engine queries, keys and values of a head's width only; {setting}"
-            f"position_encoding={encoding!r} needs more. {_install(name)}{_USE} generate()."
+            f"position_encoding={encoding!r} needs more. {_USE} generate()."
         )
     reason = batch_dependence(config)
     if reason:

@@ -30,6 +30,7 @@ from vllm.v1.attention.backend import (
 from .attention_choice import choose_attention, supported_implementations
 from .attention_mask import dense_mask, key_ranges_mask
 from .position_base import PositionContext
+from .vllm_plugin import interface
 
 # The names in Transformers' table.
 PAGED, NATIVE = "whatwhere_vllm", "whatwhere_vllm_native"
@@ -119,10 +120,11 @@ class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> PagedMetadata:
         given = common_attn_metadata
-        starts = given.query_start_loc_cpu[: given.num_reqs + 1].tolist()
-        lengths = given.seq_lens[: given.num_reqs].tolist()
-        groups = list(grouped(starts, lengths, given.block_table_tensor, self.block_size))
-        return PagedMetadata(groups, given.num_actual_tokens)
+        with interface():
+            starts = given.query_start_loc_cpu[: given.num_reqs + 1].tolist()
+            lengths = given.seq_lens[: given.num_reqs].tolist()
+            groups = list(grouped(starts, lengths, given.block_table_tensor, self.block_size))
+            return PagedMetadata(groups, given.num_actual_tokens)
 
 
 def grouped(starts: list[int], lengths: list[int], block_table: torch.Tensor, block_size: int) -> Iterator[Sequences]:

@@ -1,10 +1,11 @@
 """The classes by which vLLM builds models of this package; see `vllm_plugin`."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import vllm
 from torch import nn
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.utils import logging
 
 from .attention_block import AttentionBlock
@@ -13,11 +14,11 @@ from .attention_engine import batch_dependence
 from .position_base import head_dim
 from .position_plan import Part, layer_plan, max_length
 from .pretrained_model import minor_version
-from .vllm_plugin import TESTED
+from .vllm_plugin import TESTED, interface
 
 logger = logging.get_logger(__name__)
 
-try:
+with interface():
     from vllm.model_executor.layers.attention import Attention
     from vllm.model_executor.models.transformers import (
         TransformersEmbeddingModel,
@@ -28,11 +29,7 @@ try:
     from vllm.v1.attention.selector import get_attn_backend
 
     from .vllm_attention import NATIVE, PAGED, PagedBackend, choose_paged_attention
-except (ImportError, AttributeError, TypeError) as error:
-    raise ImportError(
-        f"vLLM {vllm.__version__} has another interface than vLLM {' and '.join(TESTED)}, with which this package was "
-        f"tested ({error}). Install one of these versions."
-    ) from error
+    from .vllm_check import FirstPrompt, is_checked
 
 
 if minor_version(vllm.__version__) not in map(minor_version, TESTED):
@@ -46,6 +43,29 @@ class _Served:
     use vLLM's own kernels; for others, `paged_attention_forward` reads and writes the pages, and vLLM does not compile
     them.
     """
+
+    # Loads the plain model from the folder.
+    auto_class: ClassVar[Any]
+
+    def __init__(self: Any, *, vllm_config: Any, prefix: str = "") -> None:
+        with interface():
+            super().__init__(vllm_config=vllm_config, prefix=prefix)
+        self.is_loaded, self.first_prompt = False, None
+
+    def load_weights(self: Any, weights: Any) -> set[str]:
+        loaded = super().load_weights(weights)  # type: ignore[misc]
+        # Weights that are loaded later, as trainers do, are not those of the folder.
+        checked = not self.is_loaded and is_checked(self.vllm_config)
+        self.first_prompt = FirstPrompt(self, self.auto_class) if checked else None
+        self.is_loaded = True
+        return loaded
+
+    def forward(self: Any, input_ids: Any, positions: Any, *args: Any, **options: Any) -> Any:
+        with interface():
+            hidden = super().forward(input_ids, positions, *args, **options)  # type: ignore[misc]
+            if self.first_prompt is not None and self.first_prompt.compare(input_ids, positions, hidden):
+                self.first_prompt = None
+        return hidden
 
     def _patch_config(self: Any) -> None:
         super()._patch_config()  # type: ignore[misc]
@@ -122,10 +142,13 @@ def _native_width(config: Any, parts: list[Part]) -> int:
 class ForCausalLM(_Served, TransformersForCausalLM):
     """A model with a language-modelling head."""
 
+    auto_class = AutoModelForCausalLM
+
 
 class ForSequenceClassification(_Served, TransformersForSequenceClassification):
     """A model with a classification head, on the last token."""
 
+    auto_class = AutoModelForSequenceClassification
     default_seq_pooling_type = "LAST"
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
@@ -141,4 +164,5 @@ class ForSequenceClassification(_Served, TransformersForSequenceClassification):
 class EmbeddingModel(_Served, TransformersEmbeddingModel):
     """A model without a head; by default, an embedding is that of the last token."""
 
+    auto_class = AutoModel
     default_seq_pooling_type = "LAST"

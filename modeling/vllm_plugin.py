@@ -4,9 +4,8 @@ vLLM finds it by the entry point group `vllm.general_plugins`, and calls `regist
 no code of vLLM before one of our models is served.
 """
 
-from transformers.utils import logging
-
-logger = logging.get_logger(__name__)
+import contextlib
+from collections.abc import Iterator
 
 # Versions of vLLM with which the plugin was tested.
 TESTED = ("0.32.0",)
@@ -20,3 +19,23 @@ def register() -> None:
         for head in ("ForCausalLM", "ForSequenceClassification"):
             ModelRegistry.register_model(f"WhatWhere{family}{head}", f"whatwhere.vllm_models:{head}")
         ModelRegistry.register_model(f"WhatWhere{family}Model", "whatwhere.vllm_models:EmbeddingModel")
+
+
+@contextlib.contextmanager
+def interface() -> Iterator[None]:
+    """Names both versions in the error if a version of vLLM that was not tested has another interface.
+
+    Raises:
+        ImportError: instead of an error of Python in code that uses this interface.
+    """
+    import vllm
+
+    try:
+        yield
+    except (ImportError, AttributeError, TypeError, KeyError) as error:
+        if vllm.__version__.split("+")[0] in TESTED:
+            raise
+        raise ImportError(
+            f"vLLM {vllm.__version__} has another interface than vLLM {' and '.join(TESTED)}, with which this package "
+            f"was tested ({type(error).__name__}: {error}). Install one of these versions."
+        ) from error

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import re
 import socket
 import subprocess
 import sys
@@ -16,7 +17,12 @@ import pytest
 import torch
 
 from tiny import FAMILIES, tiny_config, tiny_model, tokens
-from whatwhere import WhatWhereLlamaForCausalLM, WhatWhereLlamaForSequenceClassification, list_position_encodings
+from whatwhere import (
+    WhatWhereLlamaForCausalLM,
+    WhatWhereLlamaForSequenceClassification,
+    WhatWhereLlamaModel,
+    list_position_encodings,
+)
 from whatwhere.scripts.data.tokenize import build_tokenizer
 
 if importlib.util.find_spec("vllm") is None:
@@ -86,7 +92,7 @@ def run(folder, cases, **names):
     path = folder / "cases.json"
     path.write_text(json.dumps(cases))
     # vLLM binds no thread to a core, and has 1 GiB for keys and values.
-    names |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    names = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", **names}
     names |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
     names |= {"HF_HOME": str(folder / "home"), "VLLM_CACHE_ROOT": str(folder / "cache")}
     names |= {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
@@ -124,6 +130,8 @@ class Runs:
             self.expected[name] = expected(model)
         self.add_adapter(folder, cases, options)
         self.add_classifier(folder, cases)
+        self.add_embedding(folder, cases)
+        self.add_broken(folder, cases, options)
         for name, encoding, fields in (
             ("too long", "absolute", {}),
             ("shifted", "none", {"key_value_shift": True}),
@@ -156,6 +164,30 @@ class Runs:
                 logits = [model(torch.tensor([ids])).logits[0] for ids in PROMPTS]
             self.expected[name] = {"values": [one.softmax(-1).tolist() for one in logits]}
 
+    def add_embedding(self, folder, cases):
+        for encoding in ("pope", "fox"):
+            tokenizer = build_tokenizer("bytes")
+            config = tiny_config("llama", encoding, hidden_size=128, vocab_size=len(tokenizer))
+            model = WhatWhereLlamaModel(config).eval()
+            name = f"embeddings {encoding}"
+            model.save_pretrained(folder / name)
+            tokenizer.save_pretrained(folder / name)
+            # vLLM gives no embeddings without a tokenizer.
+            own = {"mode": "embed", "runner": "pooling", "skip_tokenizer_init": False}
+            cases[name] = {"folder": str(folder / name), "prompts": PROMPTS, **own}
+            with torch.no_grad():
+                states = [model(torch.tensor([ids])).last_hidden_state[0, -1] for ids in PROMPTS]
+            self.expected[name] = {"values": [torch.nn.functional.normalize(one, dim=0).tolist() for one in states]}
+
+    def add_broken(self, folder, cases, options):
+        for breaks, encoding in (
+            ("another_slot", "cope"),
+            ("another_scale", "pope"),
+            ("another_version", "fox"),
+            ("another_interface", "fox"),
+        ):
+            cases[breaks] = {"folder": str(folder / f"llama {encoding}"), **options, "breaks": breaks}
+
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
@@ -180,9 +212,9 @@ def test_settings(runs, name):
     assert_equal(runs.found[name], runs.expected[name])
 
 
-@pytest.mark.parametrize("encoding", ["rope", "cope"])
-def test_classification(runs, encoding):
-    found, expected = (one[f"classes {encoding}"] for one in (runs.found, runs.expected))
+@pytest.mark.parametrize("name", ["classes rope", "classes cope", "embeddings pope", "embeddings fox"])
+def test_classification_and_embeddings(runs, name):
+    found, expected = runs.found[name], runs.expected[name]
     for one, other in zip(found["values"], expected["values"]):
         assert one == pytest.approx(other, abs=1e-4)
 
@@ -200,6 +232,38 @@ def test_classification(runs, encoding):
 )
 def test_refusals(runs, name, message):
     assert message in runs.found[name]["error"]
+
+
+@pytest.mark.parametrize("name", ["another_slot", "another_scale"])
+def test_wrong_log_probabilities_are_an_error(runs, name):
+    error = runs.found[name]["error"]
+    assert "computes other log-probabilities for the first prompt than the plain model" in error
+    assert "WHATWHERE_VLLM_CHECK=0 turns this check off" in error
+
+
+def test_another_version(runs):
+    assert_equal(runs.found["another_version"], runs.expected["llama fox"])
+    error = runs.found["another_interface"]["error"]
+    assert re.search(r"vLLM 0\.\d+\.\d+\S* has another interface than vLLM 0\.1\.0", error), error
+
+
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory):
+    """Tensor parallelism."""
+    folder = tmp_path_factory.mktemp("two")
+    cases, models = {}, {}
+    options = {"prompts": PROMPTS, "new_tokens": NEW, "max_model_len": LENGTH}
+    for encoding in ("pope", "cope"):
+        models[encoding] = build("llama", encoding, {"num_key_value_heads": 2})
+        models[encoding].save_pretrained(folder / encoding)
+        cases[encoding] = {"folder": str(folder / encoding), **options, "tensor_parallel_size": 2}
+    return run(folder, cases, VLLM_ENABLE_V1_MULTIPROCESSING="1"), models
+
+
+@pytest.mark.parametrize("encoding", ["pope", "cope"])
+def test_tensor_parallelism(two_processes, encoding):
+    found, models = two_processes
+    assert_equal(found[encoding], expected(models[encoding]))
 
 
 @pytest.fixture(scope="module")
@@ -229,7 +293,7 @@ def test_without_the_package_others_are_refused(without_package, family, encodin
     error = without_package[0][f"{family} {encoding}"]["error"]
     assert error.startswith("ValueError")
     assert f"position_encoding={encoding!r}" in error
-    assert "install the package whatwhere beside vLLM" in error
+    assert "needs the package whatwhere beside vLLM: run `pip install .`" in error
 
 
 @contextlib.contextmanager
