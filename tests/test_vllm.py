@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import urllib.request
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tiny import FAMILIES, tiny_config, tiny_model, tokens
 from whatwhere import (
@@ -131,6 +133,7 @@ class Runs:
         self.add_adapter(folder, cases, options)
         self.add_classifier(folder, cases)
         self.add_embedding(folder, cases)
+        self.add_quantised(folder, cases, options)
         self.add_broken(folder, cases, options)
         for name, encoding, fields in (
             ("too long", "absolute", {}),
@@ -178,6 +181,26 @@ class Runs:
             with torch.no_grad():
                 states = [model(torch.tensor([ids])).last_hidden_state[0, -1] for ids in PROMPTS]
             self.expected[name] = {"values": [torch.nn.functional.normalize(one, dim=0).tolist() for one in states]}
+
+    def add_quantised(self, folder, cases, options):
+        """Weights of 8 bits with a scale for each row, and inputs of 8 bits, as llm-compressor writes them."""
+        eight = {"num_bits": 8, "type": "int", "symmetric": True}
+        weights, inputs = {**eight, "strategy": "channel"}, {**eight, "strategy": "token", "dynamic": True}
+        group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+        settings = {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {"all": group}}
+        for encoding in ("pope", "fox"):
+            name = f"int8 {encoding}"
+            shutil.copytree(folder / f"llama {encoding}", folder / name)
+            tensors = load_file(folder / name / "model.safetensors")
+            for key, tensor in list(tensors.items()):
+                if key.endswith(("_proj.weight", "gate.weight")):
+                    scale = tensor.abs().amax(1, keepdim=True) / 127
+                    tensors |= {key: (tensor / scale).round().to(torch.int8), f"{key}_scale": scale}
+            save_file(tensors, folder / name / "model.safetensors", metadata={"format": "pt"})
+            path = folder / name / "config.json"
+            config = json.loads(path.read_text())
+            path.write_text(json.dumps({**config, "quantization_config": {**settings, "ignore": ["lm_head"]}}))
+            cases[name] = {"folder": str(folder / name), **options, "dtype": "bfloat16"}
 
     def add_broken(self, folder, cases, options):
         for breaks, encoding in (
@@ -232,6 +255,15 @@ def test_classification_and_embeddings(runs, name):
 )
 def test_refusals(runs, name, message):
     assert message in runs.found[name]["error"]
+
+
+@pytest.mark.parametrize("encoding", ["pope", "fox"])
+def test_eight_bits(runs, encoding):
+    found, expected = runs.found[f"int8 {encoding}"], runs.expected[f"llama {encoding}"]
+    same = [one[0] == other[0] for one, other in zip(found["tokens"], expected["tokens"])]
+    assert sum(same) >= len(same) - 1
+    for is_same, one, other in zip(same, found["logprobs"], expected["logprobs"]):
+        assert not is_same or one[0] == pytest.approx(other[0], abs=0.3)
 
 
 @pytest.mark.parametrize("name", ["another_slot", "another_scale"])
