@@ -279,23 +279,12 @@ def test_another_version(runs):
     assert re.search(r"vLLM 0\.\d+\.\d+\S* has another interface than vLLM 0\.1\.0", error), error
 
 
-@pytest.fixture(scope="module")
-def two_processes(tmp_path_factory):
-    """Tensor parallelism."""
-    folder = tmp_path_factory.mktemp("two")
-    cases, models = {}, {}
-    options = {"prompts": PROMPTS, "new_tokens": NEW, "max_model_len": LENGTH}
-    for encoding in ("pope", "cope"):
-        models[encoding] = build("llama", encoding, {"num_key_value_heads": 2})
-        models[encoding].save_pretrained(folder / encoding)
-        cases[encoding] = {"folder": str(folder / encoding), **options, "tensor_parallel_size": 2}
-    return run(folder, cases, VLLM_ENABLE_V1_MULTIPROCESSING="1"), models
-
-
-@pytest.mark.parametrize("encoding", ["pope", "cope"])
-def test_tensor_parallelism(two_processes, encoding):
-    found, models = two_processes
-    assert_equal(found[encoding], expected(models[encoding]))
+def test_tensor_parallelism(tmp_path):
+    model = build("llama", "cope", {})
+    model.save_pretrained(tmp_path / "model")
+    case = {"folder": str(tmp_path / "model"), "prompts": PROMPTS, "new_tokens": NEW, "max_model_len": LENGTH}
+    found = run(tmp_path, {"two": {**case, "tensor_parallel_size": 2}}, VLLM_ENABLE_V1_MULTIPROCESSING="1")
+    assert_equal(found["two"], expected(model))
 
 
 @pytest.fixture(scope="module")
