@@ -24,6 +24,7 @@ from .modeling_whatwhere_llama import (
     WhatWhereLlamaPreTrainedModel,
 )
 from .position_plan import list_position_encodings
+from .position_registration import import_position_encodings, register_position_encoding
 
 for _config in (WhatWhereGPT2Config, WhatWhereLlamaConfig):
     AutoConfig.register(_config.model_type, _config, exist_ok=True)
@@ -45,5 +46,7 @@ __all__ = [
     "WhatWhereLlamaForTokenClassification",
     "WhatWhereLlamaModel",
     "WhatWhereLlamaPreTrainedModel",
+    "import_position_encodings",
     "list_position_encodings",
+    "register_position_encoding",
 ]

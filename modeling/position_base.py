@@ -174,6 +174,7 @@ class PositionEncoding(nn.Module):
             too).
         block_bias: the bias with a gradient written by hand, a `BlockBias` of `attention_blockwise`, or None.
         softmax: False if `attend` always replaces softmax attention.
+        code: name and text of a file from outside of this package, which is saved with models, or None.
     """
 
     name: ClassVar[str]
@@ -183,6 +184,7 @@ class PositionEncoding(nn.Module):
     bias_reads: ClassVar[Literal["content", "mask", "nothing"]] = "content"
     block_bias: Any = None
     softmax: ClassVar[bool] = True
+    code: ClassVar[tuple[str, str] | None] = None
 
     def __init__(self, config: Any, parameters: Any, layer_idx: int) -> None:
         super().__init__()

@@ -28,7 +28,9 @@ def check_name(name: Any) -> None:
             own = ", ".join(map(repr, known))
             raise ValueError(f"position_encoding={name!r} is not valid: this checkpoint has the code of {own}; {HINT}")
         meant = next((one for one in known if {*one.split("+")} == {*str(name).split("+")}), name)
-        raise ValueError(f"position_encoding={name!r} is not valid. {suggest(meant, known)}")
+        raise ValueError(
+            f"position_encoding={name!r} is not valid. {suggest(meant, known)} For others: register_position_encoding."
+        )
 
 
 def _check_pattern(pattern: list, config: Any) -> None:

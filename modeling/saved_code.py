@@ -27,18 +27,17 @@ def reduce_code(folder: pathlib.Path, model: Any) -> None:
     if not registry.is_file() or folder.samefile(own):
         return
     encodings = [cls for cls, _ in parse(model.config).values()]
-    # The code of a class from outside of this package is not saved.
-    known = [cls for cls in POSITION_ENCODINGS.values() if cls in encodings and _is_sibling(cls)]
+    known = [cls for cls in POSITION_ENCODINGS.values() if cls in encodings]
+    for cls in known:
+        if cls.code is not None:
+            name, text = cls.code
+            (folder / name).write_text(text, encoding="utf-8")
     needed = _needed(model.config)
     functions = {name: function for name, function in ATTENTION_FUNCTIONS.items() if name in needed}
     parts = {name: part for name, part in PARTS.items() if name in needed}
     registry.write_text(registry_source(known, functions, parts), encoding="utf-8")
     for unused in code_files(own, model) - code_files(folder, model):
         (folder / unused).unlink(missing_ok=True)
-
-
-def _is_sibling(cls: type) -> bool:
-    return cls.__module__.rpartition(".")[0] == __name__.rpartition(".")[0]
 
 
 def _needed(config: Any) -> set[str]:

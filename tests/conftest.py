@@ -12,6 +12,7 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 os.environ.setdefault("WHATWHERE_CACHE", os.path.join(tempfile.gettempdir(), f"whatwhere-tests-{os.getuid()}"))
 
 import gc
+import importlib
 import inspect
 import pathlib
 import socket
@@ -52,6 +53,15 @@ else:
 
     if hasattr(interpreter, "_patch_attr"):
         interpreter._patch_builtin = patch_builtin
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--position-encoding", metavar="FILE", help="a file with position encodings to be tested, too")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if file := config.getoption("--position-encoding"):
+        importlib.import_module("whatwhere").import_position_encodings(file)
 
 
 def pytest_collection_finish() -> None:

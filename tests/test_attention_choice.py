@@ -14,7 +14,6 @@ from tiny import tiny_config, tiny_model, tokens
 from whatwhere import WhatWhereLlamaForCausalLM
 from whatwhere.attention_choice import supported_implementations
 from whatwhere.modeling_whatwhere_llama import WhatWhereLlamaAttention
-from whatwhere.position_alibi import ALiBi
 from whatwhere.position_registry import ATTENTION_FUNCTIONS, PARTS, POSITION_ENCODINGS
 
 IDS = tokens(1, 6)
@@ -80,18 +79,3 @@ def test_auto_is_the_default():
         model = WhatWhereLlamaForCausalLM._from_config(tiny_config("llama", encoding), attn_implementation="auto")
         assert model.config._attn_implementation == supported_implementations(model.config)[0]
     assert {"sdpa", "blockwise"} <= {*ATTENTION_FUNCTIONS}
-
-
-class Own(ALiBi):
-    name = "own"
-
-
-def test_a_class_from_outside_is_saved_without_its_code(monkeypatch, tmp_path):
-    monkeypatch.setitem(POSITION_ENCODINGS, "own", Own)
-    model = tiny_model("llama", "own")
-    model.save_pretrained(tmp_path)
-    assert (tmp_path / "README.md").is_file()
-    assert "own" not in (tmp_path / "position_registry.py").read_text()
-    assert not (tmp_path / "position_pope.py").exists()
-    loaded = WhatWhereLlamaForCausalLM.from_pretrained(tmp_path)
-    torch.testing.assert_close(loaded(IDS).logits, model(IDS).logits)

@@ -50,6 +50,7 @@ def help_text() -> str:
         lines.append(f"  {name:<10} {summary:<43} whatwhere {name} {example}")
     lines += [
         "",
+        "`whatwhere --import FILE COMMAND` registers position encodings of your own: docs/own_encodings.md",
         "`whatwhere COMMAND --help` describes a command. On several GPUs: accelerate launch -m whatwhere train RECIPE",
     ]
     return "\n".join(lines)
@@ -72,6 +73,11 @@ def _run(arguments: list[str]) -> Any:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(help_text())
         return None
+    file = None
+    if arguments[0] == "--import":
+        if len(arguments) < 3:
+            sys.exit("error: --import FILE is followed by a command, as in: whatwhere --import my_bias.py train ...")
+        file, arguments = arguments[1], arguments[2:]
     name, *rest = arguments
     if name == "--version":
         print(importlib.metadata.version("whatwhere"))
@@ -89,6 +95,8 @@ def _run(arguments: list[str]) -> Any:
         logging.disable_progress_bar()
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     with reported(name, rest):
+        if file is not None:
+            importlib.import_module("whatwhere").import_position_encodings(file)
         result = importlib.import_module(f"whatwhere.scripts.{_MODULES[name]}").main(rest)
     # Without this, gloo's threads sometimes abort a process at its exit.
     distributed = sys.modules.get("torch.distributed")

@@ -1,0 +1,115 @@
+"""Position encodings from outside of this package."""
+
+import ast
+import importlib.util
+import inspect
+import pathlib
+import sys
+from typing import Any
+
+from .position_base import PositionEncoding
+from .position_registry import POSITION_ENCODINGS
+
+# What a saved folder may import beside its own files: Transformers needs PyTorch, NumPy and safetensors.
+_LIBRARIES = {"torch", "transformers", "numpy", "safetensors"}
+
+
+def register_position_encoding(cls: type[PositionEncoding]) -> type[PositionEncoding]:
+    """Makes `position_encoding=cls.name` valid in configurations, models, recipes and commands.
+
+    The file that defines the class is saved with models that use it, so that they load elsewhere with
+    `trust_remote_code=True`. It may import the standard library, PyTorch, NumPy, Transformers, safetensors, and modules
+    of this package in the form `from whatwhere.position_base import PositionEncoding`. It is read now: later changes of
+    the file do not change what is saved.
+
+    Args:
+        cls: a subclass of `PositionEncoding` with a `name`, `paper` and `summary`.
+
+    Returns:
+        The class, so that the function is a decorator, too.
+
+    Raises:
+        ValueError: the name is not valid or taken, or the file cannot be saved with models.
+    """
+    if not (isinstance(cls, type) and issubclass(cls, PositionEncoding)):
+        raise ValueError(f"cls={cls!r} is not valid: it must be a subclass of PositionEncoding.")
+    missing = [field for field in ("name", "paper", "summary") if not isinstance(getattr(cls, field, None), str)]
+    if missing:
+        raise ValueError(f"{cls.__name__}.{missing[0]} is not valid: it must be a string.")
+    if not cls.name.isidentifier():
+        raise ValueError(f"{cls.__name__}.name={cls.name!r} is not valid: it must be an identifier of Python.")
+    taken = POSITION_ENCODINGS.get(cls.name)
+    if taken is not None and (taken.code is None or taken.__qualname__ != cls.__qualname__):
+        raise ValueError(f"{cls.__name__}.name={cls.name!r} is not valid: it is the name of {taken.__name__}.")
+    cls.code = _code(cls)
+    POSITION_ENCODINGS[cls.name] = cls
+    return cls
+
+
+def import_position_encodings(path: str) -> list[type[PositionEncoding]]:
+    """Imports a file and registers the position encodings that it defines.
+
+    Args:
+        path: a file of Python.
+
+    Returns:
+        The classes, in the order of the file.
+
+    Raises:
+        ValueError: there is no such file, it defines no position encoding, or one that cannot be registered.
+    """
+    file = pathlib.Path(path).resolve()
+    if file.suffix != ".py" or not file.is_file():
+        raise ValueError(f"{path!r} is not valid: there is no such file of Python.")
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Pickling, as the workers of a data loader do, finds classes by the name of their module.
+    sys.modules[file.stem] = module
+    spec.loader.exec_module(module)
+    found = [
+        value
+        for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, PositionEncoding) and value.__module__ == file.stem
+    ]
+    if not found:
+        raise ValueError(f"{path!r} is not valid: it defines no subclass of PositionEncoding.")
+    return [register_position_encoding(cls) for cls in found]
+
+
+def _code(cls: type) -> tuple[str, str]:
+    """Returns the name and the text of the file that is saved with models."""
+    found = inspect.getsourcefile(cls) if cls.__module__ != "__main__" else None
+    if found is None:
+        raise ValueError(
+            f"{cls.__name__} is not valid: it must be defined in a file of its own, which is saved with models, not in "
+            "a notebook or in the script that runs."
+        )
+    file = pathlib.Path(found)
+    own = pathlib.Path(__file__).parent
+    if (own / file.name).exists():
+        raise ValueError(f"{cls.__name__} is not valid: its file {file.name!r} has the name of a file of whatwhere.")
+    text = file.read_text(encoding="utf-8")
+    lines = text.splitlines(keepends=True)
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and not node.level and str(node.module).startswith("whatwhere."):
+            if not (own / f"{str(node.module).partition('.')[2]}.py").is_file():
+                _refuse(file, node, f"whatwhere has no module {node.module!r} for models")
+            line = lines[node.lineno - 1].encode()
+            rest = line[node.col_offset :].replace(b"whatwhere.", b".", 1)
+            lines[node.lineno - 1] = (line[: node.col_offset] + rest).decode()
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names = [node.module or "."] if isinstance(node, ast.ImportFrom) else [one.name for one in node.names]
+            for name in names:
+                top = name.partition(".")[0] if not getattr(node, "level", 0) else "."
+                if top not in _LIBRARIES and top not in sys.stdlib_module_names:
+                    _refuse(file, node, f"it imports {name!r}")
+    return file.name, "".join(lines)
+
+
+def _refuse(file: pathlib.Path, node: Any, reason: str) -> None:
+    raise ValueError(
+        f"{file.name}, line {node.lineno}: {reason}, and is saved with models. Allowed: the standard library, "
+        f"{', '.join(sorted(_LIBRARIES))}, and `from whatwhere.position_base import ...` and the like."
+    )

@@ -1,0 +1,181 @@
+"""Position encodings from outside of the package, as docs/own_encodings.md describes them."""
+
+import pathlib
+import re
+import sys
+
+import pytest
+
+import whatwhere
+import whatwhere_cli as cli
+from processes import python
+from tiny import tiny_model, tokens
+from whatwhere.position_alibi import ALiBi
+from whatwhere.position_registry import POSITION_ENCODINGS
+
+PAGE = (pathlib.Path(__file__).parent.parent / "docs" / "own_encodings.md").read_text(encoding="utf-8")
+EXAMPLE = re.findall(r"^```python\n(.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL)[0]
+SAVE = """
+import sys
+import torch
+import whatwhere
+
+(cls,) = whatwhere.import_position_encodings("t5_bias.py")
+config = whatwhere.WhatWhereLlamaConfig(
+    vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+    position_encoding=["t5", "rope"], position_encoding_parameters={"t5": {"buckets": 8, "longest": 16}},
+)
+model = whatwhere.WhatWhereLlamaForCausalLM(config).eval()
+ids = torch.arange(3, 23)[None]
+model.save_pretrained("saved")
+# What is saved is the file that was imported.
+open("t5_bias.py", "w").write("raise SystemExit")
+model.save_pretrained(sys.argv[1])
+torch.save([model(ids).logits, model.generate(ids, max_new_tokens=6, do_sample=False)], sys.argv[1] + "/expected")
+"""
+LOAD = """
+import sys
+import torch
+
+sys.modules["whatwhere"] = None
+from transformers import AutoModelForCausalLM
+
+for folder in ("model", "again"):
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    logits, generated = torch.load("model/expected")
+    ids = torch.arange(3, 23)[None]
+    assert torch.equal(model(ids).logits, logits)
+    assert torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False), generated)
+    model.save_pretrained("again")
+"""
+
+
+@pytest.fixture
+def registered():
+    """Forgets what a test registers."""
+    before = dict(POSITION_ENCODINGS)
+    yield POSITION_ENCODINGS
+    POSITION_ENCODINGS.clear()
+    POSITION_ENCODINGS.update(before)
+
+
+def write(folder, code, name="own_bias.py"):
+    path = folder / name
+    path.write_text(code, encoding="utf-8")
+    return str(path)
+
+
+def test_the_example_is_short():
+    assert len(EXAMPLE.splitlines()) <= 60
+
+
+def test_a_model_loads_elsewhere_without_the_package(tmp_path):
+    (tmp_path / "here").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    write(tmp_path / "here", EXAMPLE, "t5_bias.py")
+    python("-c", SAVE, tmp_path / "elsewhere" / "model", cwd=tmp_path / "here")
+    python("-c", LOAD, cwd=tmp_path / "elsewhere", env={"HF_HOME": str(tmp_path / "home"), "PYTHONPATH": ""})
+
+
+def test_a_command(tmp_path, monkeypatch, capsys, registered):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, EXAMPLE, "t5_bias.py")
+    (tmp_path / "text.txt").write_text("def f(x):\n    return x\n" * 2000)
+    changes = {
+        "model.position_encoding": "t5",
+        "model.hidden_size": 32,
+        "model.intermediate_size": 32,
+        "model.num_hidden_layers": 1,
+        "model.num_attention_heads": 2,
+        "data.sequence_length": 32,
+        "training.steps": 2,
+        "training.warmup_steps": 1,
+    }
+    options = [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
+    cli.main(
+        ["--import", "t5_bias.py", "train", "demo_rope", "--train-file", "text.txt", "--output", "runs/t5", *options]
+    )
+    assert "t5_bias" in (tmp_path / "runs" / "t5" / "position_registry.py").read_text()
+    assert "`t5`" in (tmp_path / "runs" / "t5" / "README.md").read_text()
+
+
+def test_the_command_needs_a_command():
+    with pytest.raises(SystemExit, match="--import FILE is followed by a command"):
+        cli.main(["--import", "t5_bias.py"])
+
+
+@pytest.mark.slow
+def test_the_contract(tmp_path):
+    path = write(tmp_path, EXAMPLE, "t5_bias.py")
+    contract = pathlib.Path(__file__).with_name("test_contract.py")
+    chosen = ["-p", "no:cacheprovider", "-m", "not slow", "-k", "t5", "--position-encoding", path]
+    said = python("-m", "pytest", "-q", *chosen, contract)
+    assert int(re.search(r"(\d+) passed", said)[1]) >= 30
+
+
+CLASS = """
+class Own(ALiBi):
+    name = "own"
+    paper = "none"
+    summary = "ALiBi"
+"""
+HEAD = "from whatwhere.position_alibi import ALiBi\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        (f"import pandas\n{HEAD}{CLASS}", r"own_bias.py, line 1: it imports 'pandas', and is saved with models"),
+        (f"{HEAD}from . import helper\n{CLASS}", "attempted relative import"),
+        (f"{HEAD}import whatwhere\n{CLASS}", r"own_bias.py, line 2: it imports 'whatwhere'"),
+        (
+            f"{HEAD}from whatwhere.scripts.errors import Refused\n{CLASS}",
+            r"line 2: whatwhere has no module 'whatwhere.scripts.errors' for models",
+        ),
+        (HEAD, "defines no subclass of PositionEncoding"),
+        (HEAD + CLASS.replace('"own"', '"alibi"'), r"Own.name='alibi' is not valid: it is the name of ALiBi"),
+        (HEAD + CLASS.replace('"own"', '"a+b"'), r"Own.name='a\+b' is not valid: it must be an identifier"),
+    ],
+)
+def test_files_that_are_refused(code, message, tmp_path, monkeypatch, registered):
+    monkeypatch.setitem(sys.modules, "pandas", pytest)
+    with pytest.raises((ValueError, ImportError), match=message):
+        whatwhere.import_position_encodings(write(tmp_path, code))
+
+
+def test_what_is_no_file(tmp_path):
+    with pytest.raises(ValueError, match="there is no such file of Python"):
+        whatwhere.import_position_encodings(str(tmp_path / "none.py"))
+
+
+def test_a_file_with_the_name_of_one_of_ours(tmp_path, registered):
+    path = write(tmp_path, HEAD + CLASS, "position_base.py")
+    with pytest.raises(ValueError, match=r"its file 'position_base.py' has the name of a file of whatwhere"):
+        whatwhere.import_position_encodings(path)
+
+
+def test_classes_that_are_refused(registered):
+    with pytest.raises(ValueError, match="it must be a subclass of PositionEncoding"):
+        whatwhere.register_position_encoding(int)
+    with pytest.raises(ValueError, match=r"Nameless.name is not valid: it must be a string"):
+        whatwhere.register_position_encoding(type("Nameless", (ALiBi,), {"name": None}))
+    scripted = type("Scripted", (ALiBi,), {"name": "scripted", "__module__": "__main__"})
+    with pytest.raises(ValueError, match="it must be defined in a file of its own"):
+        whatwhere.register_position_encoding(scripted)
+
+
+def test_a_file_is_imported_again(tmp_path, registered):
+    path = write(tmp_path, HEAD + CLASS)
+    whatwhere.import_position_encodings(path)
+    (cls,) = whatwhere.import_position_encodings(path)
+    assert registered["own"] is cls
+    ids = tokens(1, 8)
+    model = tiny_model("llama", "own")
+    model.save_pretrained(tmp_path / "model")
+    loaded = type(model).from_pretrained(tmp_path / "model")
+    assert (loaded(ids).logits == model(ids).logits).all()
+
+
+def test_an_unknown_name_says_how_to_register():
+    with pytest.raises(ValueError, match="register_position_encoding"):
+        tiny_model("llama", "unknown")
