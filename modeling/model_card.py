@@ -69,7 +69,7 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8")).hexdigest()[:16]
 
 
-def _read(folder: str | pathlib.Path | None) -> tuple[ModelCard | None, re.Match[str] | None]:
+def read_card(folder: str | pathlib.Path | None) -> tuple[ModelCard | None, re.Match[str] | None]:
     """Returns the card in a folder, and its comment if it was generated here and not edited."""
     if folder is None or not (path := pathlib.Path(folder) / "README.md").is_file():
         return None, None
@@ -129,8 +129,8 @@ def complete_card(
     about: dict[str, Any] = {"license": "unknown", "library_name": "transformers"}
     about |= {"pipeline_tag": pipeline, "tags": card_tags(config)}
     data: Any = ModelCardData(**about)
-    old, mark = _read(folder)
-    known, known_mark = _read(source)
+    old, mark = read_card(folder)
+    known, known_mark = read_card(source)
     if old is not None and mark is None and _GENERIC not in old.text:
         if _TRAINER in old.text:
             for key, value in about.items():

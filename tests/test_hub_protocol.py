@@ -12,6 +12,7 @@ import torch
 from huggingface_hub import HfApi, ModelCard
 from transformers import Trainer, TrainingArguments
 
+import whatwhere_cli as cli
 from hub_server import Hub
 from processes import python
 from tiny import tiny_model
@@ -74,6 +75,15 @@ def pope():
     return tiny_model("llama", "pope", num_hidden_layers=1, num_key_value_heads=4)
 
 
+RESULTS = {
+    "metrics": {"bits_per_byte": {"value": 2.34567}},
+    "data": {"source": "stdlib", "dataset": None, "split": "test"},
+    "recipe": {"name": "tiny"},
+    "command": "whatwhere train tiny --output /home/me/runs/tiny",
+    "date": "2026-11-22T00:00:00+00:00",
+    "versions": {"torch": "2.13.0"},
+}
+
 # Called in the author's process.
 
 
@@ -120,15 +130,7 @@ def push_measured(name, further):
     with tempfile.TemporaryDirectory() as place:
         folder = pathlib.Path(place) / "measured"
         pope().save_pretrained(folder)
-        results = {
-            "metrics": {"bits_per_byte": {"value": 2.34567}},
-            "data": {"source": "stdlib", "dataset": None, "split": "test"},
-            "recipe": {"name": "tiny"},
-            "command": "whatwhere train tiny",
-            "date": "2026-11-22T00:00:00+00:00",
-            "versions": {"torch": "2.13.0"},
-            "weights_sha256": weights_fingerprint(folder),
-        }
+        results = {**RESULTS, "weights_sha256": weights_fingerprint(folder)}
         write_json(folder / "results.json", results)
         write_card(folder)
         model = WhatWhereLlamaForCausalLM.from_pretrained(folder)
@@ -136,6 +138,26 @@ def push_measured(name, further):
             model.lm_head.weight.add_(further)
         model.push_to_hub(name)
         model.push_to_hub(name)
+
+
+def push_run(name, *options, edit=None):
+    """Pushes the folder of a run by the command; returns what it prints or its error."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = pathlib.Path(place) / "run"
+        pope().save_pretrained(folder)
+        build_tokenizer("bytes").save_pretrained(folder)
+        write_json(folder / "results.json", {**RESULTS, "weights_sha256": weights_fingerprint(folder)})
+        for left in ("training_args.bin", "notes.txt", ".secret.json", "checkpoints/step-1/model.safetensors"):
+            (folder / left).parent.mkdir(parents=True, exist_ok=True)
+            (folder / left).write_bytes(b"not for the Hub")
+        if edit:
+            write_card(folder)
+            card = folder / "README.md"
+            card.write_text(card.read_text(encoding="utf-8") + edit, encoding="utf-8")
+        try:
+            return cli.main(["push", str(folder), name, *options])
+        except SystemExit as error:
+            return str(error)
 
 
 def tag(name, revision):
@@ -328,3 +350,48 @@ def test_another_process_loads_by_name_and_revision(hub, author, saved, tmp_path
     assert last.written == ["decoder.py"]
     # Another host stores the weights: it is sent no token.
     assert not [path for method, path, token in hub.requests if method == "GET" and "/storage/" in path and token]
+
+
+def test_the_command_pushes_a_run(hub, author, name):
+    assert author(push_run, name, "--licence", "apache-2.0") == f"{hub.url}/{name}"
+    files = hub.repositories[name].files
+    assert {"model.safetensors", "config.json", "modeling_whatwhere_llama.py", "results.json", *TOKENIZER} <= set(files)
+    assert not {path for path in files if path.endswith((".bin", ".txt")) or "secret" in path or "checkpoints" in path}
+    assert b"/home/me" not in files["results.json"]
+    card = files["README.md"].decode()
+    assert "license: apache-2.0" in card
+    assert f'name = "{name}"' in card
+    assert "2.3457" in card
+    # Once more, with an edited card.
+    author(push_run, name, edit="Trained in the rain.\n")
+    assert "Trained in the rain." in hub.repositories[name].files["README.md"].decode()
+
+
+def test_the_command_makes_a_private_repository(hub, author, name):
+    author(push_run, name, "--private")
+    assert hub.repositories[name].private
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("me", (), "repo='me' is not valid: it must be like 'you/your-model'"),
+        ("me/a b", (), "repo='me/a b' is not valid"),
+        ("me/a", ("--licence", "Apache 2"), "licence='Apache 2' is not valid"),
+        ("other/a", (), "The Hub refused repo='other/a' (status 403)"),
+    ],
+)
+def test_the_command_says_what_is_wrong(author, name, options, message):
+    assert message in author(push_run, name, *options)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [({"HF_TOKEN": None}, "Nobody is logged in"), ({"HF_ENDPOINT": "http://127.0.0.1:9"}, "The Hub cannot be reached")],
+)
+def test_the_command_without_login_or_network(hub, saved, tmp_path, names, message):
+    for path, content in saved.items():
+        (tmp_path / path).write_bytes(content)
+    given = {**environment(hub, tmp_path / "home", token="hf_me"), **names}
+    code = "import whatwhere_cli as cli\ntry: cli.main(['push', '.', 'me/a'])\nexcept SystemExit as error: print(error)"
+    assert message in python("-c", code, env=given, cwd=tmp_path)

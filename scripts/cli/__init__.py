@@ -32,6 +32,7 @@ COMMANDS = (
     ("compare", "reproduce", "a table of the papers and our results", "cope_2 --small", "commands.reproduce"),
     ("compare", "analysis", "figures of frequencies, phases and gates", "maps runs/cope", "commands.analysis"),
     ("compare", "card", "model cards of trained models", "runs/rope runs/pope", "commands.card"),
+    ("share", "push", "model, card and results to the Hub", "runs/pope you/pope --private", "commands.push"),
     ("kernels", "benchmark", "speed and memory of attention and models", "--quick", "benchmark.command"),
     ("kernels", "gpu-check", "check the kernels on a GPU, then time them", "--output gpu", "commands.gpu_check"),
     ("kernels", "kernel-hub", "the kernels for Hugging Face's Kernel Hub", "attention --build", "commands.kernel_hub"),

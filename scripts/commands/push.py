@@ -1,0 +1,124 @@
+"""Push a model to the Hub: weights, code, tokenizer, card, figures and results.
+
+    whatwhere push demo/pope you/pope-on-code
+    whatwhere push runs/finetuned you/finetuned --private --licence apache-2.0
+
+The card's example of loading names the repository. An edited card is pushed as it is. Checkpoints, states of trainers
+and hidden files stay here, and absolute paths in results are shortened to their last part. A later push uploads what
+has changed. Log in first: `hf auth login`, or the variable HF_TOKEN.
+"""
+
+import json
+import pathlib
+import re
+import tempfile
+from collections.abc import Sequence
+
+from huggingface_hub import HfApi, ModelCard
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
+from huggingface_hub.utils import validate_repo_id
+
+from ...model_card import NO_RESULTS, read_card, sign
+from ..cards.folder import write_card
+from ..errors import Refused
+from ..parsers import command_parser
+from ..writing import write_json, write_text
+from .card import without_folders
+
+# Files that loading and reading need; states of trainers are pickles, which nobody should load.
+_PUSHED = {".json", ".jsonl", ".md", ".png", ".svg", ".py", ".safetensors", ".model", ".jinja", ".yaml"}
+_TEXTS = ("merges.txt", "vocab.txt")
+# Of the library for HTTP, which is another one in each version of huggingface_hub.
+_NETWORK_ERROR = HfHubHTTPError.__bases__[0]
+_LICENCE = re.compile(r"[a-z0-9][a-z0-9.+-]*")
+
+
+def staged(run: pathlib.Path, folder: pathlib.Path, repo: str, licence: str | None = None) -> None:
+    """Fills a folder with what is pushed; weights are links.
+
+    Raises:
+        ValueError: `run` is not a folder with a model or an adapter.
+    """
+    if not any((run / name).is_file() for name in ("config.json", "adapter_config.json")):
+        raise Refused(f"run={str(run)!r} is not valid: it has no config.json or adapter_config.json.")
+    if not any(run.glob("*.safetensors")):
+        raise Refused(f"run={str(run)!r} is not valid: it has no weights (*.safetensors).")
+    card = run / "README.md"
+    has_results = (run / "results.json").is_file()
+    if not card.is_file() or (has_results and NO_RESULTS in card.read_text(encoding="utf-8")):
+        write_card(run)
+    for path in sorted(run.iterdir()):
+        pushed = path.suffix in _PUSHED or path.name in _TEXTS
+        if not path.is_file() or path.name.startswith(".") or not pushed:
+            continue
+        target = folder / path.name
+        if path.suffix == ".json" and not _is_of_model(path.name):
+            write_json(target, without_folders(json.loads(path.read_text(encoding="utf-8"))))
+        elif path.name in ("recipe.yaml", "metrics.jsonl"):
+            write_text(target, str(without_folders(path.read_text(encoding="utf-8"))))
+        else:
+            target.symlink_to(path.resolve())
+    written, mark = read_card(run)
+    if written is None:
+        raise Refused(f"run={str(run)!r} is not valid: it has no card (README.md).")
+    if licence is not None:
+        written.data["license"] = licence
+    if mark:
+        text = re.sub(r'^name = "[^\n]*?"', f'name = "{repo}"', written.text[: mark.start()], flags=re.MULTILINE)
+        written = sign(written.data, text, mark["weights"])
+    if mark or licence is not None:
+        (folder / "README.md").unlink()
+        ModelCard(str(written), ignore_metadata_errors=True).save(folder / "README.md")
+
+
+def _is_of_model(name: str) -> bool:
+    """Returns True for files that Transformers and PEFT read."""
+    own = ("config", "tokenizer", "special_tokens_map", "added_tokens", "vocab", "model", "chat_template")
+    return name.removesuffix(".json").endswith(own) or name.startswith("model.safetensors")
+
+
+def push(run: pathlib.Path, repo: str, *, private: bool = False, licence: str | None = None) -> str:
+    """Pushes the model of a folder, and returns the address of the repository.
+
+    Raises:
+        ValueError: the folder or the name of the repository is not valid.
+        OSError: nobody is logged in, or the Hub cannot be reached or refuses.
+    """
+    try:
+        validate_repo_id(repo)
+    except HFValidationError as error:
+        raise Refused(f"repo={repo!r} is not valid: it must be like 'you/your-model'.") from error
+    if "/" not in repo:
+        raise Refused(f"repo={repo!r} is not valid: it must be like 'you/your-model'.")
+    if licence is not None and not _LICENCE.fullmatch(licence):
+        raise Refused(f"licence={licence!r} is not valid: it must be an identifier of the Hub, like 'apache-2.0'.")
+    hub = HfApi()
+    try:
+        # Before anything is written.
+        hub.whoami()
+        with tempfile.TemporaryDirectory() as folder:
+            staged(run, pathlib.Path(folder), repo, licence)
+            address = hub.create_repo(repo, private=private, exist_ok=True)
+            hub.upload_folder(repo_id=repo, folder_path=folder, commit_message=f"Upload {run.resolve().name}")
+    except LocalTokenNotFoundError as error:
+        raise OSError("Nobody is logged in to the Hub. Run `hf auth login`, or set HF_TOKEN.") from error
+    except HfHubHTTPError as error:
+        status = error.response.status_code
+        reason = "the token is not valid" if status == 401 else error.server_message or str(error).splitlines()[0]
+        raise OSError(f"The Hub refused repo={repo!r} (status {status}): {reason}") from error
+    except (_NETWORK_ERROR, ConnectionError) as error:
+        raise OSError(f"The Hub cannot be reached ({type(error).__name__}). Nothing was lost; try again.") from error
+    return str(address)
+
+
+def main(arguments: Sequence[str] | None = None) -> str:
+    """Runs the command; returns the address of the repository."""
+    parser = command_parser("push", "RUN REPO [OPTIONS]", str(__doc__))
+    parser.add_argument("run", metavar="RUN", type=pathlib.Path, help="folder of a model or an adapter")
+    parser.add_argument("repo", metavar="REPO", help="repository on the Hub, like you/your-model; made if needed")
+    parser.add_argument("--private", action="store_true", help="make a new repository private")
+    parser.add_argument("--licence", metavar="ID", help="licence in the card, an identifier of the Hub like apache-2.0")
+    options = parser.parse_args(arguments)
+    address = push(options.run, options.repo, private=options.private, licence=options.licence)
+    print(f"{options.run} is at {address}")
+    return address
