@@ -79,7 +79,7 @@ RESULTS = {
     "metrics": {"bits_per_byte": {"value": 2.34567}},
     "data": {"source": "stdlib", "dataset": None, "split": "test"},
     "recipe": {"name": "tiny"},
-    "command": "whatwhere train tiny --output /home/me/runs/tiny",
+    "command": "whatwhere train tiny --output /data/mine/runs/tiny",
     "date": "2026-11-22T00:00:00+00:00",
     "versions": {"torch": "2.13.0"},
 }
@@ -357,7 +357,7 @@ def test_the_command_pushes_a_run(hub, author, name):
     files = hub.repositories[name].files
     assert {"model.safetensors", "config.json", "modeling_whatwhere_llama.py", "results.json", *TOKENIZER} <= set(files)
     assert not {path for path in files if path.endswith((".bin", ".txt")) or "secret" in path or "checkpoints" in path}
-    assert b"/home/me" not in files["results.json"]
+    assert b"/data/mine" not in files["results.json"]
     card = files["README.md"].decode()
     assert "license: apache-2.0" in card
     assert f'name = "{name}"' in card

@@ -377,7 +377,7 @@ def test_command(capsys):
     cli.main([])
     text = capsys.readouterr().out
     names = ["train", "prepare", "plan", "finetune", "convert", "demo", "length", "zero-shot", "task", "compare"]
-    names += ["reproduce", "analysis", "card", "benchmark", "gpu-check", "kernel-hub"]
+    names += ["reproduce", "analysis", "card", "push", "benchmark", "gpu-check", "kernel-hub"]
     assert [name for _, name, *_ in cli.COMMANDS] == names
     for _, name, summary, example, module in cli.COMMANDS:
         assert f"whatwhere {name} {example}" in text
