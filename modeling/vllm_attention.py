@@ -222,6 +222,30 @@ def native_attention_forward(
     return output[..., : value.shape[-1]], None
 
 
+@torch.library.custom_op("whatwhere::stored", mutates_args=())
+def _stored(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone()
+
+
+@_stored.register_fake
+def _(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor)
+
+
+def store_output(module: torch.nn.Module) -> None:
+    """Makes compiled code on a CPU store what a module returns.
+
+    Inductor computes, say, a cosine of each position again for every head and layer that reads it.
+    """
+
+    def hook(module: Any, inputs: Any, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return tuple(hook(module, inputs, one) for one in output)
+        return _stored(output) if output.device.type == "cpu" else output
+
+    module.register_forward_hook(hook)
+
+
 def choose_paged_attention(layer: Any, shared_encodings: Any) -> None:
     """Sets the attention function that `paged_attention_forward` calls for a layer, and what layers share."""
     # In a list, so that the module is not registered again.

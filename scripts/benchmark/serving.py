@@ -25,7 +25,7 @@ NEW_TOKENS = 32
 VLLM_ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
 }
 
@@ -101,6 +101,8 @@ def timed_in_vllm(
     folder: str, dtype: str, threads: int, prompts: list[list[int]], new_tokens: int, repeats: int, now: Clock
 ) -> tuple[float, list[list[int]]]:
     """Returns what `timed` does, for a saved model in vLLM, which compiles what it can."""
+    # Nothing that was compiled before is used, or kept.
+    os.environ["VLLM_CACHE_ROOT"] = os.path.join(folder, "compiled")
     for name, value in VLLM_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     from vllm import LLM, SamplingParams
