@@ -17,6 +17,7 @@ import torch
 
 from tiny import FAMILIES, tiny_config, tiny_model, tokens
 from whatwhere import WhatWhereLlamaForCausalLM, WhatWhereLlamaForSequenceClassification, list_position_encodings
+from whatwhere.scripts.benchmark.serving import serve
 from whatwhere.scripts.data.tokenize import build_tokenizer
 
 if importlib.util.find_spec("vllm") is None:
@@ -294,3 +295,10 @@ def test_the_server(encoding, tmp_path):
 
     with serving(folder, tmp_path / "log") as address:
         asyncio.run(ask(address))
+
+
+def test_throughput_is_measured():
+    """In a process of its own, with tokens that are checked."""
+    measured = serve(build("llama", "cope", {}), PROMPTS[:3], new_tokens=2)
+    assert measured.agreeing["vLLM"] == 3
+    assert measured.rates["vLLM"] > 0
