@@ -159,6 +159,13 @@ class PhaseShift(nn.Module):
         return fold(self.weight.float())
 
 
+class ShiftTables(nn.Module):
+    """Cosines and sines of phase shifts; a module, so that an engine can store them once for all tokens."""
+
+    def forward(self, delta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return delta.cos(), delta.sin()
+
+
 class PolarTables(nn.Module):
     """Cosines and sines of all query and key positions, once per forward pass.
 
@@ -230,6 +237,7 @@ class PoPE(PositionEncoding):
         self.delta = None
         if parameters.use_delta:
             self.delta = PhaseShift(config.num_attention_heads, self.rotated, parameters.delta_init)
+            self.shift_tables = ShiftTables()
 
     @classmethod
     def shared(cls, config: Any, parameters: PoPEParameters) -> PolarTables:
@@ -270,7 +278,7 @@ class PoPE(PositionEncoding):
             # The key's phase is s theta + delta (Eq. 7); on the query that is t theta - delta.
             first = context.head_offset
             delta = self.delta(None)[first : first + query.shape[1], None]
-            delta_cos, delta_sin = delta.cos(), delta.sin()
+            delta_cos, delta_sin = self.shift_tables(delta)
             query_cos, query_sin = (
                 torch.addcmul(query_cos * delta_cos, query_sin, delta_sin),
                 torch.addcmul(query_sin * delta_cos, query_cos, delta_sin, value=-1),

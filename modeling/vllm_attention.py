@@ -83,6 +83,7 @@ class Sequences:
         mask: bool (S, P + Q), False where a shorter sequence is padded to the left; None for none.
         positions: int64 (S, Q), the positions of the new tokens.
         context: what all layers share, made by the first one.
+        masks: the mask of each implementation, made by the first layer that has it.
     """
 
     tokens: torch.Tensor
@@ -91,6 +92,7 @@ class Sequences:
     mask: torch.Tensor | None
     positions: torch.Tensor
     context: PositionContext | None = None
+    masks: dict[str, torch.Tensor | None] = dataclasses.field(default_factory=dict)
 
     def shared_context(self, shared_encodings: Any, like: torch.Tensor) -> PositionContext:
         """Returns the context that all layers share; `like` has the type of the hidden states."""
@@ -176,21 +178,21 @@ def paged_attention_forward(
     The queries (1, H, T, D), keys (1, G, T, D) and values (1, G, T, V) are those of the new tokens.
     """
     states = {"key": key, **context.states}
-    widths = [state.shape[-1] for state in states.values()]
+    widths = [state.shape[-1] for state in (*states.values(), value)]
     new = torch.cat((*states.values(), value), dim=-1)[0].transpose(0, 1)
     metadata, cache = _step(layer, new)
     output = query.new_zeros(query.shape[2], query.shape[1], value.shape[-1])
     for group in metadata.groups:
-        Q = group.tokens.shape[1]
 
         def of(tensor: torch.Tensor, group: Sequences = group) -> torch.Tensor:
             # (1, n, T, c) of all new tokens to (S, n, Q, c) of the group.
             return tensor[0, :, group.tokens].transpose(0, 1)
 
-        read = new[group.tokens] if cache is None or group.slots is None else _read(cache, group.slots)
-        parts = read.transpose(1, 2).split([*widths, value.shape[-1]], dim=-1)
+        if cache is None or group.slots is None:
+            parts = [of(state) for state in (*states.values(), value)]
+        else:
+            parts = _read(cache, group.slots, widths)
         keys, *found, values = parts
-        length = keys.shape[2]
         context_of_group = dataclasses.replace(
             group.shared_context(layer.shared_encodings[0], query),
             head_offset=context.head_offset,
@@ -200,7 +202,10 @@ def paged_attention_forward(
             new_value=of(value),
             states=dict(zip(context.states, found)),
         )
-        hidden = _mask(layer, group, Q, length, query.device)
+        implementation = layer.paged_implementation
+        if implementation not in group.masks:
+            group.masks[implementation] = _mask(implementation, group, keys.shape[2])
+        hidden = group.masks[implementation]
         attended, _ = layer.paged_attention(layer, of(query), keys, values, hidden, context_of_group, **options)
         output[group.tokens.flatten()] = attended.flatten(0, 1)
     return output[None], None
@@ -219,6 +224,30 @@ def native_attention_forward(
     return output[..., : value.shape[-1]], None
 
 
+@torch.library.custom_op("whatwhere::stored", mutates_args=())
+def _stored(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone()
+
+
+@_stored.register_fake
+def _(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor)
+
+
+def store_output(module: torch.nn.Module) -> None:
+    """Makes compiled code on a CPU store what a module returns.
+
+    Inductor computes, say, a cosine of each position again for every head and layer that reads it.
+    """
+
+    def hook(module: Any, inputs: Any, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return tuple(hook(module, inputs, one) for one in output)
+        return _stored(output) if output.device.type == "cpu" else output
+
+    module.register_forward_hook(hook)
+
+
 def choose_paged_attention(layer: Any, shared_encodings: Any) -> None:
     """Sets the attention function that `paged_attention_forward` calls for a layer, and what layers share."""
     # In a list, so that the module is not registered again.
@@ -228,10 +257,10 @@ def choose_paged_attention(layer: Any, shared_encodings: Any) -> None:
     layer.paged_attention = choose_attention(layer, layer.paged_implementation, None)
 
 
-def _mask(layer: Any, group: Sequences, rows: int, length: int, device: torch.device) -> torch.Tensor | None:
-    """Returns the mask of the layer's implementation for a group."""
-    batch = group.tokens.shape[0]
-    given: dict[str, Any] = {"attention_mask": group.mask, "device": device}
+def _mask(implementation: str, group: Sequences, length: int) -> torch.Tensor | None:
+    """Returns an implementation's mask for a group; `length` is the number of keys."""
+    batch, rows = group.tokens.shape
+    given: dict[str, Any] = {"attention_mask": group.mask, "device": group.tokens.device}
     if group.slots is None:
         # Documents begin where positions begin again.
         document = (group.positions == 0).cumsum(-1)
@@ -242,7 +271,7 @@ def _mask(layer: Any, group: Sequences, rows: int, length: int, device: torch.de
         if int(document[0, -1]) > 1:
             given["mask_function"] = same
     key_ranges = key_ranges_mask(batch, rows, length, length - rows, **given)
-    if key_ranges is None or layer.paged_implementation != "eager":
+    if key_ranges is None or implementation != "eager":
         return key_ranges
     return dense_mask(key_ranges, rows)
 
@@ -269,10 +298,15 @@ def _step(layer: Any, new: torch.Tensor) -> tuple[PagedMetadata, torch.Tensor | 
     return metadata, cache
 
 
-def _read(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """Returns what is at slots (S, K) of a cache (blocks, block size, G, W + V): (S, K, G, W + V)."""
-    size = cache.shape[1]
-    return cache[slots // size, slots % size]
+def _read(cache: torch.Tensor, slots: torch.Tensor, widths: list[int]) -> list[torch.Tensor]:
+    """Returns what is at slots (S, K) of a cache (blocks, block size, G, W + V), in parts (S, G, K, width).
+
+    Each part is contiguous: a batched product would copy others.
+    """
+    heads = cache.shape[2]
+    rows = slots[:, None] * heads + torch.arange(heads, device=slots.device)[:, None]
+    parts = cache.view(-1, cache.shape[3]).split(widths, dim=-1)
+    return [part.index_select(0, rows.flatten()).view(*rows.shape, part.shape[-1]) for part in parts]
 
 
 for _name, _function in ((PAGED, paged_attention_forward), (NATIVE, native_attention_forward)):

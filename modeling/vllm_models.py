@@ -13,6 +13,7 @@ from .attention_choice import layer_default
 from .attention_engine import batch_dependence
 from .position_base import head_dim
 from .position_plan import Part, layer_plan, max_length
+from .position_pope import PolarTables, ShiftTables
 from .pretrained_model import minor_version
 from .vllm_plugin import TESTED, interface
 
@@ -28,7 +29,7 @@ with interface():
     from vllm.model_executor.models.utils import WeightsMapper, maybe_prefix
     from vllm.v1.attention.selector import get_attn_backend
 
-    from .vllm_attention import NATIVE, PAGED, PagedBackend, choose_paged_attention
+    from .vllm_attention import NATIVE, PAGED, PagedBackend, choose_paged_attention, store_output
     from .vllm_check import FirstPrompt, is_checked
 
 
@@ -112,6 +113,8 @@ class _Served:
         native, plan = config._attn_implementation == NATIVE, layer_plan(config)
         heads, key_heads = config.num_attention_heads // world, max(1, config.num_key_value_heads // world)
         for name, layer in self.model.named_modules():
+            if native and isinstance(layer, (PolarTables, ShiftTables)):
+                store_output(layer)
             if not isinstance(layer, AttentionBlock):
                 continue
             options: dict[str, Any] = {}

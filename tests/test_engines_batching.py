@@ -3,6 +3,7 @@
 import itertools
 import re
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -242,15 +243,31 @@ def test_throughput_of_serving():
     prompts = serving.prompts_of(4, longest=12, vocabulary=VOCABULARY)
     assert sorted(map(len, prompts)) == [1, 4, 8, 12]
     measured = serving.serve(model, prompts, new_tokens=3)
-    assert measured.agreeing == 4
-    assert measured.alone > 0
-    assert measured.together > 0
+    assert measured.agreeing == {name: 4 for name in measured.rates if name != "generate"}
+    assert measured.rates["generate"] > 0
+    assert measured.rates["generate_batch"] > 0
     # Other tokens are an error.
     model.generate_batch = lambda prompts, **kwargs: {
         index: SimpleNamespace(error=None, generated_tokens=[]) for index, _ in enumerate(prompts)
     }
-    with pytest.raises(CheckFailed, match="agree on 0 of 4 prompts"):
+    with pytest.raises(CheckFailed, match="generate_batch and generate agree on 0 of 4 prompts"):
         serving.serve(model, prompts, new_tokens=3)
+
+
+def test_throughput_of_what_is_installed(monkeypatch):
+    """Other ways are absent, with a line that says why."""
+    monkeypatch.setattr(serving.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(serving.transformers, "__version__", "5.19.0")
+    monkeypatch.setattr(serving, "prompts_of", lambda *_: [[5, 6], [7]])
+    monkeypatch.setattr(serving, "MODELS", {})
+    monkeypatch.setattr(serving, "NEW_TOKENS", 2)
+    lines = list(serving.benchmark_serving(True, torch.float32, torch.device("cpu"), None, time.perf_counter))
+    assert lines[:2] == [
+        "without generate_batch, which needs transformers 5.23 or newer; installed: 5.19.0",
+        "without vLLM, which is not installed",
+    ]
+    assert len(lines) == 3
+    assert re.fullmatch(r"llama-stock +generate +\d+ tokens/s", lines[2])
 
 
 def test_a_folder_without_the_package(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """vLLM itself, on a CPU, with saved folders; `make test-vllm` makes its environment."""
 
 import asyncio
+import concurrent.futures
 import contextlib
 import importlib.util
 import json
@@ -11,6 +12,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 
@@ -25,6 +27,7 @@ from whatwhere import (
     WhatWhereLlamaModel,
     list_position_encodings,
 )
+from whatwhere.scripts.benchmark.serving import serve
 from whatwhere.scripts.data.tokenize import build_tokenizer
 
 if importlib.util.find_spec("vllm") is None:
@@ -89,8 +92,18 @@ def build(family, encoding, fields):
     return tiny_model(family, encoding, **given)
 
 
+def run_in_two(folder, cases):
+    """Runs cases in two processes."""
+    names = list(cases)
+    halves = [{name: cases[name] for name in names[start::2]} for start in (0, 1)]
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        one, other = threads.map(run, (folder, folder), halves)
+    return one | other
+
+
 def run(folder, cases, **names):
     """Runs cases in one process, because vLLM takes many times as long to be imported as to run one."""
+    folder = pathlib.Path(tempfile.mkdtemp(dir=folder))
     path = folder / "cases.json"
     path.write_text(json.dumps(cases))
     # vLLM binds no thread to a core, and has 1 GiB for keys and values.
@@ -142,7 +155,7 @@ class Runs:
         ):
             build("llama", encoding, fields).save_pretrained(folder / name)
             cases[name] = {"folder": str(folder / name), **options, "max_model_len": 2 * LENGTH}
-        self.found = run(folder, cases)
+        self.found = run_in_two(folder, cases)
 
     def add_adapter(self, folder, cases, options):
         adapter = peft.LoraConfig(r=8, lora_alpha=64, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
@@ -379,3 +392,10 @@ def test_the_server(encoding, tmp_path):
 
     with serving(folder, tmp_path / "log") as address:
         asyncio.run(ask(address))
+
+
+def test_throughput_is_measured():
+    """In a process of its own, with tokens that are checked."""
+    measured = serve(build("llama", "cope", {}), PROMPTS[:3], new_tokens=2)
+    assert measured.agreeing["vLLM"] == 3
+    assert measured.rates["vLLM"] > 0

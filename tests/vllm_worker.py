@@ -26,7 +26,7 @@ def another_slot():
     from whatwhere import vllm_attention
 
     read = vllm_attention._read
-    return mock.patch.object(vllm_attention, "_read", lambda cache, slots: read(cache, slots.flip(-1)))
+    return mock.patch.object(vllm_attention, "_read", lambda cache, slots, widths: read(cache, slots.flip(-1), widths))
 
 
 def another_scale():

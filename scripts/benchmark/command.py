@@ -7,7 +7,8 @@
 
 Parts: `attention` and `model`, with ratios to RoPE + SDPA (on a GPU its fastest backend) and to the stock Llama;
 `data`, which measures `whatwhere prepare` and reading (15 minutes and 5 GB in a temporary folder, with --quick two
-minutes; the other options have no effect); `serving`, which compares `generate_batch` with `generate`.
+minutes; the other options have no effect); `serving`, which compares vLLM, where it is installed, and `generate_batch`
+with `generate`.
 
 All rows are appended to --output (CSV); a provider without a time gets its reason. The exit code is 1 if a check
 failed. docs/kernels.md lists the providers, and says how they are checked and timed.
@@ -221,7 +222,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, help="CPU threads; default: PyTorch's")
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: CPU time, for a shared machine")
-    parser.add_argument("--repeats", type=int, help="default 5; with --quick 2; on a GPU 3 to 50")
+    parser.add_argument("--repeats", type=int, help="default 5 (serving: 3); with --quick 2 (1); on a GPU 3 to 50")
     parser.add_argument("--minutes", type=float, help="start no measurement after this time")
     parser.add_argument(
         "--tiles", type=pathlib.Path, help="measure tile sizes, and write them here for WHATWHERE_TILES"
@@ -271,7 +272,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if parsed.threads:
         torch.set_num_threads(parsed.threads)
     if "serving" in parsed.parts:
-        for line in benchmark_serving(parsed.quick, getattr(torch, parsed.dtype), device):
+        now = time.perf_counter if parsed.clock == "wall" else time.process_time
+        for line in benchmark_serving(parsed.quick, getattr(torch, parsed.dtype), device, parsed.repeats, now):
             print(line, flush=True)
     if not {"attention", "model"} & set(parsed.parts):
         return 0
