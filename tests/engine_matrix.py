@@ -144,6 +144,18 @@ ENGINES: dict[str, Engine] = {
         "works",
         dict.fromkeys(WITH_STATE, "refused"),
     ),
+    "onnx": Engine(
+        "Inference",
+        "ONNX Runtime",
+        "`transformers.exporters.OnnxExporter`, with `eager` attention and a cache; see below.",
+        "works",
+    ),
+    "openvino": Engine(
+        "Inference",
+        "OpenVINO",
+        "`transformers.exporters.OpenVINOExporter`, with `eager` attention and a cache; see below.",
+        "works",
+    ),
     "torchao": Engine(
         "Inference",
         "torchao",
