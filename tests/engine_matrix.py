@@ -81,8 +81,8 @@ ENGINES: dict[str, Engine] = {
         'accelerate\'s `ParallelismConfig(sp_size=..., sp_backend="deepspeed")` with `attn_implementation="sdpa"` or '
         "flash attention.",
         "refused",
-        dict.fromkeys(PLAIN, "not run here"),
-        "pip install deepspeed; torchrun --nproc_per_node 2 tests/ulysses_worker.py",
+        dict.fromkeys(PLAIN, "works"),
+        test="tests/test_engines.py::test_ulysses",
     ),
     "lm_eval": Engine(
         "Inference",
@@ -147,13 +147,13 @@ ENGINES: dict[str, Engine] = {
     "onnx": Engine(
         "Inference",
         "ONNX Runtime",
-        "`transformers.exporters.OnnxExporter`, with `eager` attention and a cache; see below.",
+        "`transformers.exporters.OnnxExporter`, with `eager` attention and a cache, see [below](#onnx-runtime-and-openvino).",
         "works",
     ),
     "openvino": Engine(
         "Inference",
         "OpenVINO",
-        "`transformers.exporters.OpenVINOExporter`, with `eager` attention and a cache; see below.",
+        "`transformers.exporters.OpenVINOExporter`, in the same way.",
         "works",
     ),
     "torchao": Engine(
@@ -217,8 +217,7 @@ ENGINES: dict[str, Engine] = {
         "Training",
         "DeepSpeed ZeRO-3",
         "`deepspeed.initialize(model=..., config=..., optimizer=...)`; it clips gradients to 1 unless told otherwise.",
-        "not run here",
-        elsewhere="pip install deepspeed; pytest tests/test_engines_training.py -k zero_3",
+        "works",
         test="tests/test_engines_training.py::test_zero_3",
     ),
 }

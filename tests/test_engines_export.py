@@ -1,4 +1,4 @@
-"""Models that Transformers' exporters translate: each cell of `engine_matrix` gives the logits and tokens of the model."""
+"""Transformers' exporters: each cell of `engine_matrix` gives the logits and tokens of the model."""
 
 import pytest
 import torch
@@ -60,8 +60,8 @@ def check(engine, encoding, family):
                 given, cache = step.logits[:, -1:].argmax(-1), step.cache
                 ids = torch.cat((ids, given), dim=1)
             prompt = {"input_ids": ids[:, :length], "attention_mask": mask[:, :length]}
-            assert ids.equal(model.generate(**prompt, max_new_tokens=new, min_new_tokens=new, do_sample=False))
-            expected = model(ids[:, :-1], attention_mask=mask[:, :-1]).logits
+            assert ids.equal(model.generate(**prompt, max_new_tokens=new, do_sample=False, eos_token_id=-1))
+            expected = model(ids[:, :-1], attention_mask=mask[:, :-1], position_ids=positions(mask[:, :-1])).logits
             shown = mask[:, :-1] > 0
             torch.testing.assert_close(torch.cat(found, dim=1)[shown], expected[shown], rtol=1e-4, atol=1e-4)
 
