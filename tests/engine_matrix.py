@@ -147,7 +147,8 @@ ENGINES: dict[str, Engine] = {
     "onnx": Engine(
         "Inference",
         "ONNX Runtime",
-        "`transformers.exporters.OnnxExporter`, with `eager` attention and a cache, see [below](#onnx-runtime-and-openvino).",
+        "`transformers.exporters.OnnxExporter`, with `eager` attention and a cache: see "
+        "[the example](#onnx-runtime-and-openvino).",
         "works",
     ),
     "openvino": Engine(

@@ -5,8 +5,9 @@ The contract of its wrapper of models of Transformers, from SGLang 0.5.23's `mod
 - it sets `config._attn_implementation` to "sglang", and builds the class that `auto_map` names for AutoModel, with
   parameters on the meta device, which it then loads by name;
 - all sequences of a batch are one row: `input_ids` and `position_ids` are (1, tokens), without a mask or a cache;
-- its layers, by their index, and other keywords are given to the attention function; that gets queries, keys and
-  values of the new tokens, (1, heads, tokens, width), reshapes them to its own heads, and returns (tokens, heads * width).
+- its layers, by their index, and other keywords are given to the attention function;
+- that gets queries, keys and values of the new tokens, (1, heads, tokens, width), reshapes them to its own heads, and
+  returns (tokens, heads * width).
 """
 
 import math
