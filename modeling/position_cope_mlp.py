@@ -76,8 +76,8 @@ def _activity(weight: torch.Tensor, bias: torch.Tensor, last: int) -> tuple[torc
     place[order] = torch.arange(len(order), device=order.device)
     pieces = torch.arange(len(order) + 1, device=order.device)
     right = pieces > place[:, None]
-    active = torch.where(weight[:, None] > 0, right, ~right & (weight[:, None] < 0))
-    active = active | ((weight == 0) & (bias > 0))[:, None]
+    # Without `where`, which ONNX Runtime does not have for booleans.
+    active = (right & (weight > 0)[:, None]) | (~right & (weight < 0)[:, None]) | ((weight == 0) & (bias > 0))[:, None]
     at_last = (weight * last + bias > 0)[:, None]
     knots = torch.cat((knots[order], knots.new_full((1,), last)))
     return knots, torch.cat((active, at_last), 1).to(weight.dtype)

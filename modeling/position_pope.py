@@ -109,14 +109,14 @@ class _Turn(torch.autograd.Function):
     def forward(ctx: Any, features: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         R = cos.shape[-1]
         ctx.save_for_backward(features, cos, sin)
-        turned = features.new_empty(*features.shape[:-1], features.shape[-1] + R)
         polar = features[..., :R]
         if torch.compiler.is_compiling():
-            turned[..., :R] = polar * cos
-            turned[..., R : 2 * R] = polar * sin
-        else:
-            torch.mul(polar, cos, out=turned[..., :R])
-            torch.mul(polar, sin, out=turned[..., R : 2 * R])
+            # ExecuTorch has no empty tensor of a length that is not known.
+            products = [(polar * factor).to(features.dtype) for factor in (cos, sin)]
+            return torch.cat([*products, features[..., R:]] if features.shape[-1] > R else products, dim=-1)
+        turned = features.new_empty(*features.shape[:-1], features.shape[-1] + R)
+        torch.mul(polar, cos, out=turned[..., :R])
+        torch.mul(polar, sin, out=turned[..., R : 2 * R])
         if features.shape[-1] > R:
             turned[..., 2 * R :] = features[..., R:]
         return turned

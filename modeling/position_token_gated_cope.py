@@ -96,7 +96,7 @@ class TokenGatedCoPE(PositionEncoding):
         gates = self._gates(context)[:, :, None].to(dtype)
         table = self.table(None).to(dtype)
         P = table.shape[0]
-        positions = (gates * (logits > HIDDEN)).cumsum(-1).clamp(0, P - 1.001)
+        positions = (gates * (logits > HIDDEN)).cumsum(-1).clamp(0.0, P - 1.001)
         # The gradient of a position flows through the fraction only; where it is clamped, there is none.
         z = F.linear(context.query.to(dtype), self.position_query(None).to(dtype)) @ table.T * scaling
         step = torch.cat([z[..., 1:] - z[..., :-1], torch.zeros_like(z[..., :1])], -1)
@@ -123,7 +123,7 @@ class TokenGatedCoPE(PositionEncoding):
             sums = gates.masked_fill(key_ranges[:, :, Q:, 0] == 0, 0.0).double().cumsum(-1)
             positions = sums - F.pad(sums, (1, 0)).gather(-1, starts[:, None].expand(sums.shape))
         P = table.shape[0]
-        positions = positions.to(gates.dtype).clamp(0, P - 1.001)
+        positions = positions.to(gates.dtype).clamp(0.0, P - 1.001)
         # As in `bias`.
         floor = positions.detach().long().clamp_(0, P - 1)
         below, above = (F.embedding(level, table) for level in (floor, (floor + 1).clamp(max=P - 1)))

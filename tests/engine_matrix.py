@@ -81,8 +81,8 @@ ENGINES: dict[str, Engine] = {
         'accelerate\'s `ParallelismConfig(sp_size=..., sp_backend="deepspeed")` with `attn_implementation="sdpa"` or '
         "flash attention.",
         "refused",
-        dict.fromkeys(PLAIN, "not run here"),
-        "pip install deepspeed; torchrun --nproc_per_node 2 tests/ulysses_worker.py",
+        dict.fromkeys(PLAIN, "works"),
+        test="tests/test_engines.py::test_ulysses",
     ),
     "lm_eval": Engine(
         "Inference",
@@ -143,6 +143,19 @@ ENGINES: dict[str, Engine] = {
         "prefill and decoding are one program. What is refused is exported with a wider cache, see below.",
         "works",
         dict.fromkeys(WITH_STATE, "refused"),
+    ),
+    "onnx": Engine(
+        "Inference",
+        "ONNX Runtime",
+        "`transformers.exporters.OnnxExporter`, with `eager` attention and a cache: see "
+        "[the example](#onnx-runtime-and-openvino).",
+        "works",
+    ),
+    "openvino": Engine(
+        "Inference",
+        "OpenVINO",
+        "`transformers.exporters.OpenVINOExporter`, in the same way.",
+        "works",
     ),
     "torchao": Engine(
         "Inference",
@@ -205,8 +218,7 @@ ENGINES: dict[str, Engine] = {
         "Training",
         "DeepSpeed ZeRO-3",
         "`deepspeed.initialize(model=..., config=..., optimizer=...)`; it clips gradients to 1 unless told otherwise.",
-        "not run here",
-        elsewhere="pip install deepspeed; pytest tests/test_engines_training.py -k zero_3",
+        "works",
         test="tests/test_engines_training.py::test_zero_3",
     ),
 }

@@ -1,21 +1,16 @@
-"""A stand-in for engines that keep keys and values themselves, as vLLM and SGLang do with models of Transformers.
+"""A stand-in for SGLang, which keeps keys and values itself and needs a GPU.
 
-Their contract, from vLLM 0.32's `model_executor/models/transformers` (`tests/test_vllm.py` runs vLLM itself) and
-SGLang's `models/transformers.py`:
+The contract of its wrapper of models of Transformers, from SGLang 0.5.23's `models/transformers.py`:
 
-- they set `config._attn_implementation` to their name, and build the class that `auto_map` names for AutoModel, with
-  parameters on the meta device, which they then load by name; vLLM drops the names that the model ignores if they are
-  unexpected;
+- it sets `config._attn_implementation` to "sglang", and builds the class that `auto_map` names for AutoModel, with
+  parameters on the meta device, which it then loads by name;
 - all sequences of a batch are one row: `input_ids` and `position_ids` are (1, tokens), without a mask or a cache;
-- vLLM puts a layer of its own into each attention module as `attn`; it finds these modules by the text of `forward`,
-  with the factor of the logits. SGLang gives its layers, by their index, and other keywords to the attention function;
+- its layers, by their index, and other keywords are given to the attention function;
 - that gets queries, keys and values of the new tokens, (1, heads, tokens, width), reshapes them to its own heads, and
   returns (tokens, heads * width).
 """
 
-import inspect
 import math
-import re
 
 import torch
 from accelerate import init_empty_weights
@@ -29,36 +24,36 @@ PAGE = 4
 class PagedAttention(torch.nn.Module):
     """Keys and values of one layer in pages; `batch` is set by the engine before each step."""
 
-    def __init__(self, heads, key_heads, head_size, scale, pages):
+    def __init__(self, heads, key_heads, head_dim, pages):
         super().__init__()
-        self.num_heads, self.num_kv_heads, self.head_size, self.scale = heads, key_heads, head_size, scale
-        self.keys = torch.full((pages * PAGE, key_heads, head_size), math.nan)
-        self.values = torch.full((pages * PAGE, key_heads, head_size), math.nan)
+        self.tp_q_head_num, self.tp_k_head_num, self.head_dim, self.scaling = heads, key_heads, head_dim, None
+        self.keys = torch.full((pages * PAGE, key_heads, head_dim), math.nan)
+        self.values = torch.full((pages * PAGE, key_heads, head_dim), math.nan)
         # For each sequence, its new tokens as a slice of the row, and the slots of all its tokens.
         self.batch = []
 
     def forward(self, query, key, value):
-        query = query.view(-1, self.num_heads, self.head_size)
-        key, value = (states.view(-1, self.num_kv_heads, self.head_size) for states in (key, value))
+        query = query.view(-1, self.tp_q_head_num, self.head_dim)
+        key, value = (states.view(-1, self.tp_k_head_num, self.head_dim) for states in (key, value))
         output = torch.full_like(query, math.nan)
         for rows, slots in self.batch:
             new = rows.stop - rows.start
             self.keys[slots[-new:]], self.values[slots[-new:]] = key[rows], value[rows]
-            groups = self.num_heads // self.num_kv_heads
+            groups = self.tp_q_head_num // self.tp_k_head_num
             keys, values = (
                 states[slots].repeat_interleave(groups, dim=1).transpose(0, 1) for states in (self.keys, self.values)
             )
-            logits = query[rows].transpose(0, 1) @ keys.transpose(1, 2) * self.scale
+            logits = query[rows].transpose(0, 1) @ keys.transpose(1, 2) * self.scaling
             hidden = torch.ones(new, len(slots), dtype=torch.bool).triu(len(slots) - new + 1)
             weights = logits.masked_fill(hidden, -math.inf).softmax(-1)
             output[rows] = (weights @ values).transpose(0, 1)
-        return output.reshape(-1, self.num_heads * self.head_size)
+        return output.reshape(-1, self.tp_q_head_num * self.head_dim)
 
 
-def attention_function(module, query, key, value, attention_mask, scaling=None, attention_instances=None, **kwargs):
+def attention_function(module, query, key, value, attention_mask, scaling, attention_instances, **kwargs):
     assert attention_mask is None
-    layer = attention_instances[module.layer_idx] if attention_instances else module.attn
-    assert layer.scale == scaling
+    layer = attention_instances[module.layer_idx]
+    layer.scaling = scaling
     tokens = query.shape[2]
     query, key, value = (states.transpose(1, 2).reshape(tokens, -1) for states in (query, key, value))
     return layer.forward(query, key, value), None
@@ -67,14 +62,14 @@ def attention_function(module, query, key, value, attention_mask, scaling=None, 
 class Engine:
     """Runs prompts of several lengths at once, at most `batch_tokens` tokens a step, and picks the likeliest token."""
 
-    def __init__(self, folder, implementation, processes=1, pages=64, batch_tokens=12):
+    def __init__(self, folder, processes=1, pages=64, batch_tokens=12):
         # The code in the folder, whether or not the package is imported too.
         saved = AutoConfig.from_pretrained(folder).auto_map
         config_class, model_class = (
             get_class_from_dynamic_module(saved[name], str(folder)) for name in ("AutoConfig", "AutoModel")
         )
         config = config_class.from_pretrained(folder)
-        config._attn_implementation = implementation
+        config._attn_implementation = "sglang"
         # Buffers are not on the meta device.
         with init_empty_weights(include_buffers=False):
             self.model = model_class._from_config(config).eval()
@@ -82,28 +77,15 @@ class Engine:
         assert "transformers_modules" in model_class.__module__
         weights = load_file(f"{folder}/model.safetensors")
         prefix = f"{self.model.base_model_prefix}."
-        ignored = "|".join(self.model._keys_to_ignore_on_load_unexpected or ["$."])
-        own = {
-            name.removeprefix(prefix): weight
-            for name, weight in weights.items()
-            if name.startswith(prefix) and not re.search(ignored, name)
-        }
+        own = {name.removeprefix(prefix): weight for name, weight in weights.items() if name.startswith(prefix)}
         self.model.load_state_dict(own, strict=True, assign=True)
         self.head = weights.get("lm_head.weight", self.model.get_input_embeddings().weight.detach())
         # Each of several processes has some of the heads.
         heads, key_heads = config.num_attention_heads // processes, config.num_key_value_heads // processes
-        head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self.layers = {}
-        for module in [module for module in self.model.modules() if "layer_idx" in vars(module)]:
-            source = inspect.getsource(type(module).forward)
-            if "ALL_ATTENTION_FUNCTIONS" in source:
-                (attribute,) = re.findall(r"scaling=self\.(\w+)", source)
-                layer = PagedAttention(heads, key_heads, head_size, getattr(module, attribute), pages)
-                self.layers[module.layer_idx] = layer
-                if implementation == "vllm":
-                    module.attn = layer
-        assert len(self.layers) == config.num_hidden_layers
-        self.given = {} if implementation == "vllm" else {"attention_instances": self.layers}
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.layers = {
+            index: PagedAttention(heads, key_heads, head_dim, pages) for index in range(config.num_hidden_layers)
+        }
         # In an order that no sequence can rely on.
         self.free = torch.randperm(pages, generator=torch.Generator().manual_seed(0)).tolist()
         self.batch_tokens = batch_tokens
@@ -126,7 +108,7 @@ class Engine:
             position_ids=torch.tensor([positions]),
             use_cache=False,
             return_dict=False,
-            **self.given,
+            attention_instances=self.layers,
         )[0][0]
         logits = hidden @ self.head.T
         return [logits[rows] for rows, _ in batch]

@@ -15,7 +15,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward as s
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from engine_matrix import PLAIN, for_engine
+import whatwhere
+from engine_matrix import ENGINES, for_engine
 from paged_engine import Engine, attention_function
 from processes import TORCHRUN, python
 from tiny import FAMILIES, tiny_model, tokens
@@ -24,36 +25,26 @@ from whatwhere.attention_choice import supported_implementations
 
 @pytest.fixture
 def register(monkeypatch):
-    """Puts functions into Transformers' table as engines do, for one test."""
-
-    def put(name, function, for_all=False):
-        # vLLM: `ALL_ATTENTION_FUNCTIONS.register(name, f)`. SGLang, DeepSpeed: `ALL_ATTENTION_FUNCTIONS[name] = f`.
-        mapping = AttentionInterface._global_mapping if for_all else ALL_ATTENTION_FUNCTIONS._local_mapping
-        monkeypatch.setitem(mapping, name, function)
-
-    return put
+    """Puts functions into Transformers' table as SGLang and DeepSpeed do, for one test."""
+    return lambda name, function: monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, name, function)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @for_engine("sglang")
 def test_an_engine_with_its_own_pages(encoding, expected, family, register, tmp_path):
-    for name in ("vllm", "sglang"):
-        register(name, attention_function, for_all=name == "vllm")
+    register("sglang", attention_function)
     model = tiny_model(family, encoding)
     if expected == "refused":
-        for name in ("vllm", "sglang"):
-            with pytest.raises(ValueError, match=f"{name}.*position_encoding={encoding!r}.*Use".replace("+", "[+]")):
-                model.set_attn_implementation(name)
+        with pytest.raises(ValueError, match=f"sglang.*position_encoding={encoding!r}.*Use".replace("+", "[+]")):
+            model.set_attn_implementation("sglang")
         return
     model.save_pretrained(tmp_path)
     prompts = [tokens(1, length, seed=length) for length in (5, 9, 1, 7)]
-    for name in ("vllm", "sglang"):
-        engine = Engine(tmp_path, name)
-        texts, logits = engine.generate([prompt[0].tolist() for prompt in prompts], new_tokens=6)
-        for prompt, text, found in zip(prompts, texts, logits):
-            alone = model.generate(prompt, max_new_tokens=6, do_sample=False, eos_token_id=-1)
-            assert text == alone[0].tolist()
-            torch.testing.assert_close(found, model(alone[:, :-1]).logits[0], rtol=1e-4, atol=1e-5)
+    texts, logits = Engine(tmp_path).generate([prompt[0].tolist() for prompt in prompts], new_tokens=6)
+    for prompt, text, found in zip(prompts, texts, logits):
+        alone = model.generate(prompt, max_new_tokens=6, do_sample=False, eos_token_id=-1)
+        assert text == alone[0].tolist()
+        torch.testing.assert_close(found, model(alone[:, :-1]).logits[0], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -73,11 +64,11 @@ def test_an_engine_with_its_own_pages(encoding, expected, family, register, tmp_
     ids=lambda parameters: parameters["rope_type"],
 )
 def test_an_engine_with_scaled_rotations(parameters, register, tmp_path):
-    register("vllm", attention_function)
+    register("sglang", attention_function)
     model = tiny_model("llama", "rope", rope_parameters={"rope_theta": 10000.0, **parameters})
     model.save_pretrained(tmp_path)
     prompt = tokens(1, 20)
-    (text,), _ = Engine(tmp_path, "vllm").generate([prompt[0].tolist()], new_tokens=6)
+    (text,), _ = Engine(tmp_path).generate([prompt[0].tolist()], new_tokens=6)
     assert text == model.generate(prompt, max_new_tokens=6, do_sample=False, eos_token_id=-1)[0].tolist()
 
 
@@ -90,27 +81,27 @@ def test_an_engine_with_scaled_rotations(parameters, register, tmp_path):
     ids=["dynamic", "key_value_shift"],
 )
 def test_keys_that_depend_on_the_batch_are_refused(fields, named, register):
-    register("vllm", attention_function)
+    register("sglang", attention_function)
     model = tiny_model("llama", fields.pop("position_encoding", "rope"), **fields)
-    with pytest.raises(ValueError, match=f"{named}.* does not work with attn_implementation='vllm'.*generate"):
-        model.set_attn_implementation("vllm")
+    with pytest.raises(ValueError, match=f"{named}.* does not work with attn_implementation='sglang'.*generate"):
+        model.set_attn_implementation("sglang")
 
 
-@pytest.mark.parametrize("name", ["vllm", "sglang"])
-def test_an_engine_whose_cache_does_not_fit(name, register, tmp_path):
-    register(name, attention_function)
+def test_an_engine_whose_cache_does_not_fit(register, tmp_path):
+    register("sglang", attention_function)
     tiny_model("gpt2", "rope").save_pretrained(tmp_path)
-    # Its projections are not split between processes as vLLM's layers are.
-    with pytest.raises(ValueError, match=f"The cache of attn_implementation='{name}' is for 2 query heads; .* has 4"):
-        Engine(tmp_path, name, processes=2).generate([[3, 4, 5]], new_tokens=1)
-    engine = Engine(tmp_path, name)
+    # Its projections are not split between processes as SGLang's layers are.
+    with pytest.raises(ValueError, match=r"The cache of attn_implementation='sglang' is for 2 query heads; .* has 4"):
+        Engine(tmp_path, processes=2).generate([[3, 4, 5]], new_tokens=1)
+    engine = Engine(tmp_path)
     for layer in engine.layers.values():
-        layer.head_size = 4
+        layer.head_dim = 4
     with pytest.raises(ValueError, match=r"is for 4 channels of a head; position_encoding='rope' of this model has 8"):
         engine.generate([[3, 4, 5]], new_tokens=1)
 
 
 def test_an_engine_with_longer_sequences(register, monkeypatch):
+    # vLLM without the package.
     register("vllm", attention_function)
     settings = types.SimpleNamespace(model_config=types.SimpleNamespace(max_model_len=49))
     vllm = types.SimpleNamespace(get_current_vllm_config_or_none=lambda: settings)
@@ -121,9 +112,9 @@ def test_an_engine_with_longer_sequences(register, monkeypatch):
 
 
 def test_hard_attention_is_refused(register):
-    register("vllm", attention_function)
+    register("sglang", attention_function)
     with pytest.raises(ValueError, match="only; attention_weights='hard', position_encoding='rope' needs more"):
-        tiny_model("llama", "rope", "vllm", attention_weights="hard")
+        tiny_model("llama", "rope", "sglang", attention_weights="hard")
 
 
 def test_padding_without_a_mask_function(register):
@@ -203,46 +194,16 @@ def test_context_parallelism(encoding, expected, request):
         model(ids)
 
 
-@for_engine("ulysses")
-def test_ulysses(encoding, expected, register):
-    """A stand-in for DeepSpeed, with one process: it puts a function in the place of Transformers' own."""
-    calls = []
-
-    def all_to_all(module, query, key, value, attention_mask, *args, **kwargs):
-        assert query.shape[-1] == key.shape[-1] == value.shape[-1] == module.head_dim
-        calls.append(kwargs["position_ids"])
-        output, weights = stock_sdpa(module, query, key, value, None, *args, **kwargs)
-        return output.flatten(2), weights
-
-    model = tiny_model("llama", encoding)
-    ids, positions = tokens(2, 12), torch.arange(12).expand(2, -1)
-    if "sdpa" not in supported_implementations(model.config):
-        assert expected == "refused"
-        with pytest.raises(ValueError, match=re.escape(f"position_encoding={encoding!r}") + ".*Allowed"):
-            model.set_attn_implementation("sdpa")
-        return
-    model.set_attn_implementation("sdpa")
-    logits = model(ids).logits
-    register("sdpa", all_to_all)
-    if expected == "refused":
-        message = f"An engine replaced attn_implementation='sdpa'.*position_encoding={encoding!r}.*Use"
-        with pytest.raises(ValueError, match=message.replace("+", "[+]")):
-            model(ids, position_ids=positions)
-        return
-    torch.testing.assert_close(model(ids, position_ids=positions).logits, logits)
-    assert len(calls) == 2
-    assert all(given.equal(positions) for given in calls)
-
-
-@pytest.mark.slow
-def test_ulysses_itself():
-    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install deepspeed")
+def test_ulysses():
+    pytest.importorskip("deepspeed", reason="deepspeed is not installed: make test-engines")
     worker = pathlib.Path(__file__).parent / "ulysses_worker.py"
-    agreed = re.findall(r"agrees: (.+)", python(*TORCHRUN, 2, worker))
-    assert agreed == [f"{family} {encoding}" for family in FAMILIES for encoding in PLAIN]
+    found = re.findall(r"(agrees|refused): (.+)", python(*TORCHRUN, 2, worker))
+    expected = {"works": "agrees", "refused": "refused"}
+    cells = [(expected[ENGINES["ulysses"].cell(one)], one) for one in whatwhere.list_position_encodings()]
+    assert found == [(result, f"{family} {one}") for family in FAMILIES for result, one in cells]
 
 
-@pytest.mark.parametrize("encoding", ["rope", "alibi"])
+@pytest.mark.parametrize("encoding", ["rope", "pope", "alibi"])
 def test_a_replaced_function_of_transformers(encoding, monkeypatch):
     """By Transformers' public way to register one."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -256,7 +217,7 @@ def test_a_replaced_function_of_transformers(encoding, monkeypatch):
     model = tiny_model("llama", encoding, "sdpa")
     expected = model(tokens(1, 9)).logits
     monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", mine)
-    if encoding == "alibi":
+    if encoding != "rope":
         with pytest.raises(ValueError, match="An engine replaced attn_implementation='sdpa'"):
             model(tokens(1, 9))
     else:

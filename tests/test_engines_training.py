@@ -303,9 +303,8 @@ def test_compiled_adapters(encoding):
         close(other, one, 1e-4)
 
 
-@pytest.mark.slow
 def test_zero_3():
-    pytest.importorskip("deepspeed", reason="deepspeed is not installed")
+    pytest.importorskip("deepspeed", reason="deepspeed is not installed: make test-engines")
     worker, encodings = pathlib.Path(__file__).parent / "zero_worker.py", whatwhere.list_position_encodings()
     assert re.findall(r"agrees: (.+)", python(*TORCHRUN, 2, worker, *encodings)) == encodings
 
