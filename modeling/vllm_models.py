@@ -50,7 +50,7 @@ class _Served:
 
     def __init__(self: Any, *, vllm_config: Any, prefix: str = "") -> None:
         with interface():
-            super().__init__(vllm_config=vllm_config, prefix=prefix)
+            super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
         self.is_loaded, self.first_prompt = False, None
 
     def load_weights(self: Any, weights: Any) -> set[str]:

@@ -13,6 +13,7 @@ import pathlib
 import re
 import tempfile
 from collections.abc import Sequence
+from typing import Any
 
 from huggingface_hub import HfApi, ModelCard
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
@@ -29,7 +30,7 @@ from .card import without_folders
 _PUSHED = {".json", ".jsonl", ".md", ".png", ".svg", ".py", ".safetensors", ".model", ".jinja", ".yaml"}
 _TEXTS = ("merges.txt", "vocab.txt")
 # Of the library for HTTP, which is another one in each version of huggingface_hub.
-_NETWORK_ERROR = HfHubHTTPError.__bases__[0]
+_NETWORK_ERROR: Any = HfHubHTTPError.__bases__[0]
 _LICENCE = re.compile(r"[a-z0-9][a-z0-9.+-]*")
 
 
@@ -58,6 +59,7 @@ def staged(run: pathlib.Path, folder: pathlib.Path, repo: str, licence: str | No
             write_text(target, str(without_folders(path.read_text(encoding="utf-8"))))
         else:
             target.symlink_to(path.resolve())
+    written: Any
     written, mark = read_card(run)
     if written is None:
         raise Refused(f"run={str(run)!r} is not valid: it has no card (README.md).")
