@@ -72,8 +72,7 @@ def _activity(weight: torch.Tensor, bias: torch.Tensor, last: int) -> tuple[torc
     """
     knots = torch.where(weight == 0, last, -bias / weight).clamp(max=last)
     order = knots.argsort()
-    place = torch.empty_like(order)
-    place[order] = torch.arange(len(order), device=order.device)
+    place = order.argsort()
     pieces = torch.arange(len(order) + 1, device=order.device)
     right = pieces > place[:, None]
     # Without `where`, which ONNX Runtime does not have for booleans.
