@@ -29,7 +29,8 @@ def check_name(name: Any) -> None:
             raise ValueError(f"position_encoding={name!r} is not valid: this checkpoint has the code of {own}; {HINT}")
         meant = next((one for one in known if {*one.split("+")} == {*str(name).split("+")}), name)
         raise ValueError(
-            f"position_encoding={name!r} is not valid. {suggest(meant, known)} For others: register_position_encoding."
+            f"position_encoding={name!r} is not valid. {suggest(meant, known)} Your own: "
+            "whatwhere.register_position_encoding, or `whatwhere --import FILE COMMAND`."
         )
 
 

@@ -3,6 +3,7 @@
 import ast
 import importlib.util
 import inspect
+import keyword
 import pathlib
 import sys
 from typing import Any
@@ -31,16 +32,7 @@ def register_position_encoding(cls: type[PositionEncoding]) -> type[PositionEnco
     Raises:
         ValueError: the name is not valid or taken, or the file cannot be saved with models.
     """
-    if not (isinstance(cls, type) and issubclass(cls, PositionEncoding)):
-        raise ValueError(f"cls={cls!r} is not valid: it must be a subclass of PositionEncoding.")
-    missing = [field for field in ("name", "paper", "summary") if not isinstance(getattr(cls, field, None), str)]
-    if missing:
-        raise ValueError(f"{cls.__name__}.{missing[0]} is not valid: it must be a string.")
-    if not cls.name.isidentifier():
-        raise ValueError(f"{cls.__name__}.name={cls.name!r} is not valid: it must be an identifier of Python.")
-    taken = POSITION_ENCODINGS.get(cls.name)
-    if taken is not None and (taken.code is None or taken.__qualname__ != cls.__qualname__):
-        raise ValueError(f"{cls.__name__}.name={cls.name!r} is not valid: it is the name of {taken.__name__}.")
+    _check(cls)
     cls.code = _code(cls)
     POSITION_ENCODINGS[cls.name] = cls
     return cls
@@ -61,21 +53,69 @@ def import_position_encodings(path: str) -> list[type[PositionEncoding]]:
     file = pathlib.Path(path).resolve()
     if file.suffix != ".py" or not file.is_file():
         raise ValueError(f"{path!r} is not valid: there is no such file of Python.")
+    present = getattr(sys.modules.get(file.stem), "__file__", None)
+    if file.stem in {*sys.stdlib_module_names, *_LIBRARIES} or (present and pathlib.Path(present).resolve() != file):
+        raise ValueError(f"{path!r} is not valid: {file.stem!r} is the name of another module.")
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     # Pickling, as the workers of a data loader do, finds classes by the name of their module.
     sys.modules[file.stem] = module
-    spec.loader.exec_module(module)
-    found = [
-        value
-        for value in vars(module).values()
-        if isinstance(value, type) and issubclass(value, PositionEncoding) and value.__module__ == file.stem
-    ]
-    if not found:
-        raise ValueError(f"{path!r} is not valid: it defines no subclass of PositionEncoding.")
+    try:
+        spec.loader.exec_module(module)
+        own = [one for one in vars(module).values() if isinstance(one, type) and one.__module__ == file.stem]
+        # Others are bases.
+        found = [cls for cls in own if issubclass(cls, PositionEncoding) and "name" in vars(cls)]
+        if not found:
+            raise ValueError(f"{path!r} is not valid: it defines no subclass of PositionEncoding with a name.")
+        for cls in found:
+            _check(cls)
+            _code(cls)
+    except BaseException:
+        del sys.modules[file.stem]
+        raise
     return [register_position_encoding(cls) for cls in found]
+
+
+def _check(cls: Any) -> None:
+    """Raises ValueError for a class that cannot be registered."""
+    if not (isinstance(cls, type) and issubclass(cls, PositionEncoding)):
+        raise ValueError(f"cls={cls!r} is not valid: it must be a subclass of PositionEncoding.")
+    missing = [field for field in ("name", "paper", "summary") if not isinstance(getattr(cls, field, None), str)]
+    if missing:
+        raise ValueError(f"{cls.__name__}.{missing[0]} is not valid: it must be a string.")
+    if not cls.name.isidentifier():
+        raise ValueError(f"{cls.__name__}.name={cls.name!r} is not valid: it must be an identifier of Python.")
+    for taken in POSITION_ENCODINGS.values():
+        # A class may be registered again, from the same file.
+        again = taken.code is not None and taken.__name__ == cls.__name__ and _source(taken) == _source(cls)
+        if taken.name == cls.name and not again:
+            raise ValueError(f"{cls.__name__}.name={cls.name!r} is not valid: it is the name of {taken.__name__}.")
+        if taken.name != cls.name and taken.__name__ == cls.__name__:
+            raise ValueError(f"{cls.__name__} is not valid: the encoding {taken.name!r} has a class of this name.")
+        if taken.code is not None and taken.code[0] == _source(cls).name and _source(taken) != _source(cls):
+            raise ValueError(f"{cls.__name__} is not valid: {taken.name!r} is in another file {taken.code[0]!r}.")
+    if "bias" in vars(cls):
+        given = [hook for hook in ("block_bias", "kernel") if hook not in vars(cls) and _inherits(cls, hook)]
+        if given:
+            raise ValueError(
+                f"{cls.__name__}.bias is not valid: {given[0]} of {cls.__mro__[1].__name__} would be used instead. "
+                "Derive the class from PositionEncoding."
+            )
+
+
+def _inherits(cls: Any, hook: str) -> bool:
+    bases = cls.__mro__[1 : cls.__mro__.index(PositionEncoding)]
+    return any(vars(base).get(hook) is not None for base in bases)
+
+
+def _source(cls: type) -> pathlib.Path:
+    """Returns the file of a class; an empty path for one without a file."""
+    try:
+        return pathlib.Path(inspect.getsourcefile(cls) or "").resolve()
+    except (TypeError, OSError):
+        return pathlib.Path()
 
 
 def _code(cls: type) -> tuple[str, str]:
@@ -90,8 +130,10 @@ def _code(cls: type) -> tuple[str, str]:
     own = pathlib.Path(__file__).parent
     if (own / file.name).exists():
         raise ValueError(f"{cls.__name__} is not valid: its file {file.name!r} has the name of a file of whatwhere.")
+    if not file.stem.isidentifier() or keyword.iskeyword(file.stem):
+        raise ValueError(f"{cls.__name__} is not valid: its file {file.name!r} must have an identifier as its name.")
     text = file.read_text(encoding="utf-8")
-    lines = text.splitlines(keepends=True)
+    lines = text.split("\n")
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ImportFrom) and not node.level and str(node.module).startswith("whatwhere."):
             if not (own / f"{str(node.module).partition('.')[2]}.py").is_file():
@@ -105,7 +147,11 @@ def _code(cls: type) -> tuple[str, str]:
                 top = name.partition(".")[0] if not getattr(node, "level", 0) else "."
                 if top not in _LIBRARIES and top not in sys.stdlib_module_names:
                     _refuse(file, node, f"it imports {name!r}")
-    return file.name, "".join(lines)
+    text = "\n".join(lines)
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and not node.level and str(node.module).startswith("whatwhere"):
+            _refuse(file, node, "write `from whatwhere.name import ...` on one line")
+    return file.name, text
 
 
 def _refuse(file: pathlib.Path, node: Any, reason: str) -> None:

@@ -105,10 +105,11 @@ class Sequences:
 
 @dataclasses.dataclass
 class PagedMetadata:
-    """One step of the engine: the groups of sequences, and the number of new tokens (others are padding)."""
+    """One step of the engine: groups of sequences, the number of new tokens, and where each sequence's begin, and T."""
 
     groups: list[Sequences]
     num_tokens: int
+    query_start_loc: list[int]
 
 
 class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):
@@ -126,7 +127,7 @@ class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):
             starts = given.query_start_loc_cpu[: given.num_reqs + 1].tolist()
             lengths = given.seq_lens[: given.num_reqs].tolist()
             groups = list(grouped(starts, lengths, given.block_table_tensor, self.block_size))
-            return PagedMetadata(groups, given.num_actual_tokens)
+            return PagedMetadata(groups, given.num_actual_tokens, starts)
 
 
 def grouped(starts: list[int], lengths: list[int], block_table: torch.Tensor, block_size: int) -> Iterator[Sequences]:
@@ -288,7 +289,7 @@ def _step(layer: Any, new: torch.Tensor) -> tuple[PagedMetadata, torch.Tensor | 
         found = found[0]
     if found is None:
         tokens = torch.arange(new.shape[0], device=new.device)[None]
-        return PagedMetadata([Sequences(tokens, 0, None, None, tokens)], new.shape[0]), None
+        return PagedMetadata([Sequences(tokens, 0, None, None, tokens)], new.shape[0], [0, new.shape[0]]), None
     metadata = found[name]
     # (blocks, G, block size, W + V)
     cache = layer.attn.kv_cache.transpose(1, 2)

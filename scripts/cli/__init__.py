@@ -74,11 +74,11 @@ def _run(arguments: list[str]) -> Any:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(help_text())
         return None
-    file = None
-    if arguments[0] == "--import":
+    files = []
+    while arguments[0] == "--import":
         if len(arguments) < 3:
             sys.exit("error: --import FILE is followed by a command, as in: whatwhere --import my_bias.py train ...")
-        file, arguments = arguments[1], arguments[2:]
+        files, arguments = [*files, arguments[1]], arguments[2:]
     name, *rest = arguments
     if name == "--version":
         print(importlib.metadata.version("whatwhere"))
@@ -96,7 +96,7 @@ def _run(arguments: list[str]) -> Any:
         logging.disable_progress_bar()
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     with reported(name, rest):
-        if file is not None:
+        for file in files:
             importlib.import_module("whatwhere").import_position_encodings(file)
         result = importlib.import_module(f"whatwhere.scripts.{_MODULES[name]}").main(rest)
     # Without this, gloo's threads sometimes abort a process at its exit.

@@ -9,6 +9,7 @@ has changed. Log in first: `hf auth login`, or the variable HF_TOKEN.
 """
 
 import json
+import os
 import pathlib
 import re
 import tempfile
@@ -27,8 +28,12 @@ from ..writing import write_json, write_text
 from .card import without_folders
 
 # Files that loading and reading need; states of trainers are pickles, which nobody should load.
-_PUSHED = {".json", ".jsonl", ".md", ".png", ".svg", ".py", ".safetensors", ".model", ".jinja", ".yaml"}
-_TEXTS = ("merges.txt", "vocab.txt")
+_PUSHED = {".json", ".md", ".png", ".svg", ".py", ".safetensors", ".model", ".jinja", ".yaml"}
+_KEPT = ("trainer_state.json",)
+_WEIGHTS = ("model", "adapter_model")
+# What an earlier push left, and this one does not have, is deleted.
+_REPLACED = ["*.safetensors", "*.json", "*.jinja", "*.py"]
+_TEXTS = ("metrics.jsonl", "merges.txt", "vocab.txt")
 # Of the library for HTTP, which is another one in each version of huggingface_hub.
 _NETWORK_ERROR: Any = HfHubHTTPError.__bases__[0]
 _LICENCE = re.compile(r"[a-z0-9][a-z0-9.+-]*")
@@ -44,13 +49,26 @@ def staged(run: pathlib.Path, folder: pathlib.Path, repo: str, licence: str | No
         raise Refused(f"run={str(run)!r} is not valid: it has no config.json or adapter_config.json.")
     if not any(run.glob("*.safetensors")):
         raise Refused(f"run={str(run)!r} is not valid: it has no weights (*.safetensors).")
-    card = run / "README.md"
+    adapter = run / "adapter_config.json"
+    if adapter.is_file() and not (run / "config.json").is_file():
+        base = json.loads(adapter.read_text(encoding="utf-8")).get("base_model_name_or_path") or ""
+        if os.path.isabs(base) or os.path.isdir(base):
+            raise Refused(
+                f"run={str(run)!r} is an adapter of a model in the folder {base!r}, which others do not have: push "
+                "that model, and write its name on the Hub into adapter_config.json (base_model_name_or_path), or "
+                "fine-tune with --lora --merge."
+            )
+    card, mark = read_card(run)
     has_results = (run / "results.json").is_file()
-    if not card.is_file() or (has_results and NO_RESULTS in card.read_text(encoding="utf-8")):
+    # An edited card stays.
+    if card is None or (mark and has_results and NO_RESULTS in card.text):
         write_card(run)
     for path in sorted(run.iterdir()):
         pushed = path.suffix in _PUSHED or path.name in _TEXTS
-        if not path.is_file() or path.name.startswith(".") or not pushed:
+        if path.name == "additional_chat_templates" and path.is_dir():
+            (folder / path.name).symlink_to(path.resolve())
+        kept = path.name in _KEPT or (path.suffix == ".safetensors" and not path.name.startswith(_WEIGHTS))
+        if not path.is_file() or path.name.startswith(".") or not pushed or kept:
             continue
         target = folder / path.name
         if path.suffix == ".json" and not _is_of_model(path.name):
@@ -66,7 +84,8 @@ def staged(run: pathlib.Path, folder: pathlib.Path, repo: str, licence: str | No
     if licence is not None:
         written.data["license"] = licence
     if mark:
-        text = re.sub(r'^name = "[^\n]*?"', f'name = "{repo}"', written.text[: mark.start()], flags=re.MULTILINE)
+        text = without_folders(written.text[: mark.start()])
+        text = re.sub(r'^name = "[^\n]*?"', f'name = "{repo}"', text, flags=re.MULTILINE)
         written = sign(written.data, text, mark["weights"])
     if mark or licence is not None:
         (folder / "README.md").unlink()
@@ -101,7 +120,8 @@ def push(run: pathlib.Path, repo: str, *, private: bool = False, licence: str | 
         with tempfile.TemporaryDirectory() as folder:
             staged(run, pathlib.Path(folder), repo, licence)
             address = hub.create_repo(repo, private=private, exist_ok=True)
-            hub.upload_folder(repo_id=repo, folder_path=folder, commit_message=f"Upload {run.resolve().name}")
+            message = f"Upload {run.resolve().name}"
+            hub.upload_folder(repo_id=repo, folder_path=folder, commit_message=message, delete_patterns=_REPLACED)
     except LocalTokenNotFoundError as error:
         raise OSError("Nobody is logged in to the Hub. Run `hf auth login`, or set HF_TOKEN.") from error
     except HfHubHTTPError as error:
