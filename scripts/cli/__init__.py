@@ -74,7 +74,7 @@ def _run(arguments: list[str]) -> Any:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(help_text())
         return None
-    files = []
+    files: list[str] = []
     while arguments[0] == "--import":
         if len(arguments) < 3:
             sys.exit("error: --import FILE is followed by a command, as in: whatwhere --import my_bias.py train ...")
