@@ -148,6 +148,38 @@ def test_what_is_no_file(tmp_path):
         whatwhere.import_position_encodings(str(tmp_path / "none.py"))
 
 
+@pytest.mark.parametrize("name", ["my-bias.py", "has.dot.py", "random.py"])
+def test_names_of_files_that_are_refused(name, tmp_path, registered):
+    import random
+
+    with pytest.raises(ValueError, match=r"identifier|another module"):
+        whatwhere.import_position_encodings(write(tmp_path, HEAD + CLASS, name))
+    assert sys.modules["random"] is random
+
+
+def test_classes_and_files_of_one_name(tmp_path, registered):
+    for folder in ("one", "other"):
+        (tmp_path / folder).mkdir()
+    whatwhere.import_position_encodings(write(tmp_path / "one", HEAD + CLASS, "first.py"))
+    second = HEAD + CLASS.replace('"own"', '"second"')
+    with pytest.raises(ValueError, match="the encoding 'own' has a class of this name"):
+        whatwhere.import_position_encodings(write(tmp_path, second, "second.py"))
+    with pytest.raises(ValueError, match="is the name of another module"):
+        whatwhere.import_position_encodings(write(tmp_path / "other", second.replace("Own", "Other"), "first.py"))
+
+
+def test_a_bias_that_a_kernel_would_replace(tmp_path, registered):
+    code = f"{HEAD}{CLASS}\n    def bias(self, *arguments):\n        return 0\n"
+    with pytest.raises(ValueError, match=r"Own.bias is not valid: block_bias of ALiBi would be used instead"):
+        whatwhere.import_position_encodings(write(tmp_path, code))
+
+
+def test_an_import_over_two_lines(tmp_path, registered):
+    code = "from \\\n    whatwhere.position_alibi import ALiBi\n" + CLASS
+    with pytest.raises(ValueError, match="on one line"):
+        whatwhere.import_position_encodings(write(tmp_path, code))
+
+
 def test_a_file_with_the_name_of_one_of_ours(tmp_path, registered):
     path = write(tmp_path, HEAD + CLASS, "position_base.py")
     with pytest.raises(ValueError, match=r"its file 'position_base.py' has the name of a file of whatwhere"):

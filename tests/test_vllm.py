@@ -119,10 +119,10 @@ def run(folder, cases, **names):
     return json.loads(path.with_suffix(".found").read_text())
 
 
-def expected(model):
+def expected(model, prompts=PROMPTS):
     """Returns what `generate` adds to each prompt, and the log-probabilities of a forward pass without a cache."""
     texts, logprobs = [], []
-    for ids in PROMPTS:
+    for ids in prompts:
         text = model.generate(torch.tensor([ids]), max_new_tokens=NEW, do_sample=False)
         with torch.no_grad():
             scores = model(text).logits[0, len(ids) - 1 : -1].log_softmax(-1)
@@ -143,6 +143,12 @@ class Runs:
             model.save_pretrained(folder / name)
             cases[name] = {"folder": str(folder / name), **options, **own}
             self.expected[name] = expected(model)
+        # The second step of one sequence lies beside a token at the next position of another one.
+        prompts = [tokens(1, length)[0].tolist() for length in (5, 6)]
+        for encoding in ("pope", "alibi"):
+            name, source = f"neighbours {encoding}", folder / f"llama {encoding}"
+            cases[name] = {"folder": str(source), **options, "prompts": prompts}
+            self.expected[name] = expected(WhatWhereLlamaForCausalLM.from_pretrained(source).eval(), prompts)
         self.add_adapter(folder, cases, options)
         self.add_classifier(folder, cases)
         self.add_embedding(folder, cases)
@@ -243,7 +249,7 @@ def test_vllm_generates_what_generate_does(runs, family, encoding):
     assert_equal(runs.found[f"{family} {encoding}"], runs.expected[f"{family} {encoding}"])
 
 
-@pytest.mark.parametrize("name", [*SETTINGS, "lora rope", "lora fox"])
+@pytest.mark.parametrize("name", [*SETTINGS, "neighbours pope", "neighbours alibi", "lora rope", "lora fox"])
 def test_settings(runs, name):
     assert_equal(runs.found[name], runs.expected[name])
 
