@@ -29,7 +29,7 @@ def check_name(name: Any) -> None:
             raise ValueError(f"position_encoding={name!r} is not valid: this checkpoint has the code of {own}; {HINT}")
         meant = next((one for one in known if {*one.split("+")} == {*str(name).split("+")}), name)
         raise ValueError(
-            f"position_encoding={name!r} is not valid. {suggest(meant, known)} Your own: "
+            f"position_encoding={name!r} is not valid. {suggest(meant, known)} Register your own: "
             "whatwhere.register_position_encoding, or `whatwhere --import FILE COMMAND`."
         )
 

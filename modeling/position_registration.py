@@ -13,6 +13,8 @@ from .position_registry import POSITION_ENCODINGS
 
 # What a saved folder may import beside its own files: Transformers needs PyTorch, NumPy and safetensors.
 _LIBRARIES = {"torch", "transformers", "numpy", "safetensors"}
+# Files that `import_position_encodings` has imported, as they were given.
+imported_files: list[str] = []
 
 
 def register_position_encoding(cls: type[PositionEncoding]) -> type[PositionEncoding]:
@@ -27,7 +29,7 @@ def register_position_encoding(cls: type[PositionEncoding]) -> type[PositionEnco
         cls: a subclass of `PositionEncoding` with a `name`, `paper` and `summary`.
 
     Returns:
-        The class, so that the function is a decorator, too.
+        The class.
 
     Raises:
         ValueError: the name is not valid or taken, or the file cannot be saved with models.
@@ -75,6 +77,8 @@ def import_position_encodings(path: str) -> list[type[PositionEncoding]]:
     except BaseException:
         del sys.modules[file.stem]
         raise
+    if path not in imported_files:
+        imported_files.append(path)
     return [register_position_encoding(cls) for cls in found]
 
 

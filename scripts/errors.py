@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Iterator
 
+from ..position_registration import imported_files
 from .extras import explain
 
 # Commands that do not repeat what they have finished, and the options for that.
@@ -36,12 +37,17 @@ class Interrupted(Exception):
         self.arguments: list[str] | None = None
 
 
+def program() -> list[str]:
+    """Returns `whatwhere`, with the files of position encodings that were imported."""
+    return ["whatwhere", *(word for file in imported_files for word in ("--import", file))]
+
+
 def launched(arguments: list[str]) -> str:
     """Returns the command that runs `whatwhere` with these arguments, in as many processes as this run has."""
     processes = os.environ.get("WORLD_SIZE", "1")
     if processes == "1":
-        return shlex.join(["whatwhere", *arguments])
-    command = shlex.join(["-m", "whatwhere", *arguments])
+        return shlex.join([*program(), *arguments])
+    command = shlex.join(["-m", *program(), *arguments])
     if processes == os.environ.get("LOCAL_WORLD_SIZE"):
         return f"torchrun --nproc_per_node {processes} {command}"
     return f"{command} (on every node, after the launcher and its options as before)"

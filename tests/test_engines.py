@@ -2,8 +2,6 @@
 
 import pathlib
 import re
-import sys
-import types
 
 import pytest
 import torch
@@ -98,17 +96,6 @@ def test_an_engine_whose_cache_does_not_fit(register, tmp_path):
         layer.head_dim = 4
     with pytest.raises(ValueError, match=r"is for 4 channels of a head; position_encoding='rope' of this model has 8"):
         engine.generate([[3, 4, 5]], new_tokens=1)
-
-
-def test_an_engine_with_longer_sequences(register, monkeypatch):
-    # vLLM without the package.
-    register("vllm", attention_function)
-    settings = types.SimpleNamespace(model_config=types.SimpleNamespace(max_model_len=49))
-    vllm = types.SimpleNamespace(get_current_vllm_config_or_none=lambda: settings)
-    monkeypatch.setitem(sys.modules, "vllm.config", vllm)
-    with pytest.raises(ValueError, match=r"max_model_len=49 is longer .*'absolute' supports \(48 tokens\)"):
-        tiny_model("gpt2", "absolute", "vllm")
-    assert tiny_model("gpt2", "rope", "vllm").config._attn_implementation == "vllm"
 
 
 def test_hard_attention_is_refused(register):

@@ -7,6 +7,7 @@ import pathlib
 import re
 import tempfile
 
+import peft
 import pytest
 import torch
 from huggingface_hub import HfApi, ModelCard
@@ -140,22 +141,46 @@ def push_measured(name, further):
         model.push_to_hub(name)
 
 
-def push_run(name, *options, edit=None):
-    """Pushes the folder of a run by the command; returns what it prints or its error."""
+def push_run(name, *options, edit=None, further=0.0, shard="5GB"):
+    """Pushes the folder of a run by the command; returns the address or the error. `further` changes the weights."""
     with tempfile.TemporaryDirectory() as place:
         folder = pathlib.Path(place) / "run"
-        pope().save_pretrained(folder)
+        model = pope()
+        with torch.no_grad():
+            model.lm_head.weight.add_(further)
+        model.save_pretrained(folder, max_shard_size=shard)
         build_tokenizer("bytes").save_pretrained(folder)
         write_json(folder / "results.json", {**RESULTS, "weights_sha256": weights_fingerprint(folder)})
-        for left in ("training_args.bin", "notes.txt", ".secret.json", "checkpoints/step-1/model.safetensors"):
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "additional_chat_templates" / "tool.jinja").write_text("{{ messages }}", encoding="utf-8")
+        for left in (
+            "training_args.bin",
+            "notes.txt",
+            "trainer_state.json",
+            "data.jsonl",
+            "dump.safetensors",
+            ".secret.json",
+            "checkpoints/step-1/model.safetensors",
+        ):
             (folder / left).parent.mkdir(parents=True, exist_ok=True)
             (folder / left).write_bytes(b"not for the Hub")
         if edit:
-            write_card(folder)
             card = folder / "README.md"
             card.write_text(card.read_text(encoding="utf-8") + edit, encoding="utf-8")
         try:
             return cli.main(["push", str(folder), name, *options])
+        except SystemExit as error:
+            return str(error)
+
+
+def push_adapter(name):
+    """Pushes a LoRA adapter of a model in a folder; returns the error."""
+    with tempfile.TemporaryDirectory() as place:
+        pope().save_pretrained(f"{place}/base")
+        base = WhatWhereLlamaForCausalLM.from_pretrained(f"{place}/base")
+        peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj"])).save_pretrained(f"{place}/adapter")
+        try:
+            return cli.main(["push", f"{place}/adapter", name])
         except SystemExit as error:
             return str(error)
 
@@ -356,15 +381,33 @@ def test_the_command_pushes_a_run(hub, author, name):
     assert author(push_run, name, "--licence", "apache-2.0") == f"{hub.url}/{name}"
     files = hub.repositories[name].files
     assert {"model.safetensors", "config.json", "modeling_whatwhere_llama.py", "results.json", *TOKENIZER} <= set(files)
-    assert not {path for path in files if path.endswith((".bin", ".txt")) or "secret" in path or "checkpoints" in path}
-    assert b"/data/mine" not in files["results.json"]
+    assert not {path for path, content in files.items() if b"not for the Hub" in content}
+    assert "additional_chat_templates/tool.jinja" in files
+    assert not {path for path, content in files.items() if b"/data/mine" in content}
     card = files["README.md"].decode()
     assert "license: apache-2.0" in card
     assert f'name = "{name}"' in card
     assert "2.3457" in card
-    # Once more, with an edited card.
+    # Once more, with an edited card: the short one, which was saved with the weights.
     author(push_run, name, edit="Trained in the rain.\n")
     assert "Trained in the rain." in hub.repositories[name].files["README.md"].decode()
+
+
+def test_a_later_push_replaces_the_weights(hub, author, name):
+    author(push_run, name)
+    before = hub.repositories[name].files["model.safetensors"]
+    author(push_run, name, further=1.0, shard="20KB")
+    files = hub.repositories[name].files
+    assert before
+    assert "model.safetensors" not in files
+    assert "model.safetensors.index.json" in files
+    assert any(path.startswith("model-00001-of-") for path in files)
+
+
+def test_an_adapter_of_a_folder_is_refused(author, name):
+    error = author(push_adapter, name)
+    assert "is an adapter of a model in the folder" in error
+    assert "--lora --merge" in error
 
 
 def test_the_command_makes_a_private_repository(hub, author, name):

@@ -1,17 +1,23 @@
 """Position encodings from outside of the package, as docs/own_encodings.md describes them."""
 
+import dataclasses
 import pathlib
 import re
 import sys
 
 import pytest
+import torch
+from transformers.models.t5.modeling_t5 import T5Attention
 
 import whatwhere
 import whatwhere_cli as cli
 from processes import python
 from tiny import tiny_model, tokens
 from whatwhere.position_alibi import ALiBi
+from whatwhere.position_base import PositionContext
+from whatwhere.position_registration import imported_files
 from whatwhere.position_registry import POSITION_ENCODINGS
+from whatwhere.scripts.evaluation.results import read_json
 
 PAGE = (pathlib.Path(__file__).parent.parent / "docs" / "own_encodings.md").read_text(encoding="utf-8")
 EXAMPLE = re.findall(r"^```python\n(.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL)[0]
@@ -53,10 +59,14 @@ for folder in ("model", "again"):
 @pytest.fixture
 def registered():
     """Forgets what a test registers."""
-    before = dict(POSITION_ENCODINGS)
+    before, modules = dict(POSITION_ENCODINGS), dict(sys.modules)
     yield POSITION_ENCODINGS
     POSITION_ENCODINGS.clear()
     POSITION_ENCODINGS.update(before)
+    imported_files.clear()
+    for name in set(sys.modules) - set(modules):
+        if name.endswith("_bias") or name in ("first", "second"):
+            del sys.modules[name]
 
 
 def write(folder, code, name="own_bias.py"):
@@ -67,6 +77,22 @@ def write(folder, code, name="own_bias.py"):
 
 def test_the_example_is_short():
     assert len(EXAMPLE.splitlines()) <= 60
+
+
+def test_the_example_has_the_buckets_of_t5(tmp_path, registered):
+    (cls,) = whatwhere.import_position_encodings(write(tmp_path, EXAMPLE, "t5_bias.py"))
+    own = {"buckets": 16, "longest": 64}
+    layer = tiny_model("llama", "t5", max_position_embeddings=256, position_encoding_parameters=own)
+    encoding = layer.model.layers[0].self_attn.encodings["t5"]
+    assert isinstance(encoding, cls)
+    positions = torch.arange(200)
+    context = PositionContext(positions[None], None, 0, 200)
+    context = dataclasses.replace(context, query=torch.zeros(1, 4, 200, 8))
+    with torch.no_grad():
+        found = encoding.bias(torch.zeros(1, 4, 200, 200), context.query, context, 1.0)
+    relative = positions[None] - positions[:, None]
+    bucket = T5Attention._relative_position_bucket(relative, bidirectional=False, num_buckets=16, max_distance=64)
+    torch.testing.assert_close(found[0], encoding.table.weight.detach()[:, bucket], rtol=0, atol=0)
 
 
 def test_a_model_loads_elsewhere_without_the_package(tmp_path):
@@ -92,10 +118,27 @@ def test_a_command(tmp_path, monkeypatch, capsys, registered):
         "training.warmup_steps": 1,
     }
     options = [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
+    write(tmp_path, HEAD + CLASS)
     cli.main(
-        ["--import", "t5_bias.py", "train", "demo_rope", "--train-file", "text.txt", "--output", "runs/t5", *options]
+        [
+            "--import",
+            "own_bias.py",
+            "--import",
+            "t5_bias.py",
+            "train",
+            "demo_rope",
+            "--train-file",
+            "text.txt",
+            "--output",
+            "runs/t5",
+            *options,
+        ]
     )
     assert "t5_bias" in (tmp_path / "runs" / "t5" / "position_registry.py").read_text()
+    # What is recorded and suggested can be run.
+    program = "whatwhere --import own_bias.py --import t5_bias.py"
+    assert f"Next: {program} " in capsys.readouterr().out
+    assert read_json(tmp_path / "runs" / "t5" / "results.json")["command"].startswith(f"{program} train")
     assert "`t5`" in (tmp_path / "runs" / "t5" / "README.md").read_text()
 
 

@@ -152,6 +152,12 @@ class Runs:
         self.add_adapter(folder, cases, options)
         self.add_classifier(folder, cases)
         self.add_embedding(folder, cases)
+        for encoding in ("pope", "cope"):
+            cases[f"bfloat16 {encoding}"] = {
+                "folder": str(folder / f"llama {encoding}"),
+                **options,
+                "dtype": "bfloat16",
+            }
         self.add_quantised(folder, cases, options)
         self.add_broken(folder, cases, options)
         for name, encoding, fields in (
@@ -276,9 +282,9 @@ def test_refusals(runs, name, message):
     assert message in runs.found[name]["error"]
 
 
-@pytest.mark.parametrize("encoding", ["pope", "fox"])
-def test_eight_bits(runs, encoding):
-    found, expected = runs.found[f"int8 {encoding}"], runs.expected[f"llama {encoding}"]
+@pytest.mark.parametrize("name", ["bfloat16 pope", "bfloat16 cope", "int8 pope", "int8 fox"])
+def test_fewer_bits(runs, name):
+    found, expected = runs.found[name], runs.expected[f"llama {name.split()[1]}"]
     same = [one[0] == other[0] for one, other in zip(found["tokens"], expected["tokens"])]
     assert sum(same) >= len(same) - 1
     for is_same, one, other in zip(same, found["logprobs"], expected["logprobs"]):
@@ -316,6 +322,7 @@ def without_package(tmp_path_factory):
             models[name] = build(family, encoding, {})
             models[name].save_pretrained(folder / name)
             cases[name] = {"folder": str(folder / name), "prompts": PROMPTS, "new_tokens": NEW, "max_model_len": LENGTH}
+    cases["too long"] = {**cases["llama absolute"], "max_model_len": 2 * LENGTH}
     found = run(folder, cases, WITHOUT_PACKAGE="1", VLLM_PLUGINS="none", PYTHONPATH="")
     return found, models
 
@@ -334,6 +341,11 @@ def test_without_the_package_others_are_refused(without_package, family, encodin
     assert error.startswith("ValueError")
     assert f"position_encoding={encoding!r}" in error
     assert "needs the package whatwhere beside vLLM: run `pip install .`" in error
+
+
+def test_without_the_package_too_long(without_package):
+    error = without_package[0]["too long"]["error"]
+    assert f"max_model_len={2 * LENGTH} is longer than position_encoding='absolute' supports ({LENGTH} tokens)" in error
 
 
 @contextlib.contextmanager

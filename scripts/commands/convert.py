@@ -3,8 +3,10 @@
 import argparse
 import pathlib
 import re
+import shlex
 
 from ..conversion.folder import convert_folder
+from ..errors import program
 from ..parsers import command_parser, json_value, name_or_list
 
 DESCRIPTION = """Give a pretrained model another position encoding: Llama, Qwen2, Qwen3, GPT-2, or one of ours.
@@ -42,4 +44,4 @@ def main(arguments: list[str] | None = None) -> None:
         # One line for all layers.
         for name in dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names):
             print(f"  {title}: {name}")
-    print(f"Next: whatwhere finetune {options.output} --train-file FILES --output RUN")
+    print(f"Next: {shlex.join(program())} finetune {options.output} --train-file FILES --output RUN")

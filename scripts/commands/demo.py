@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ...model_card import weights_fingerprint
-from ..errors import TrainingError
+from ..errors import TrainingError, program
 from ..evaluation.results import lm_eval_tasks, provenance
 from ..parsers import command_parser
 from ..writing import check_writable, write_json
@@ -185,4 +185,4 @@ def main(arguments: list[str] | None = None) -> None:
     with stage(f"{CHOSEN} in a clean process"):
         print(continue_prompt(folders[CHOSEN], PROMPT))
     print(f"\nThe demo took {time.perf_counter() - begin:.0f} s. Written: {options.output}")
-    print(f"Next: {shlex.join(['whatwhere', 'compare', *map(str, folders.values())])}")
+    print(f"Next: {shlex.join([*program(), 'compare', *map(str, folders.values())])}")

@@ -4,6 +4,7 @@ import argparse
 import shlex
 import time
 
+from ..errors import program
 from ..parsers import command_parser
 from .run_options import add_recipe, recipe_of
 
@@ -58,4 +59,4 @@ def main(arguments: list[str] | None = None) -> None:
         ("--data-dir", options.data_dir and [options.data_dir]),
     ):
         again += [option, *values] if values else []
-    print(f"Next: {shlex.join(['whatwhere', 'train', *again])}")
+    print(f"Next: {shlex.join([*program(), 'train', *again])}")

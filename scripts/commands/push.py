@@ -4,19 +4,21 @@
     whatwhere push runs/finetuned you/finetuned --private --licence apache-2.0
 
 The card's example of loading names the repository. An edited card is pushed as it is. Checkpoints, states of trainers
-and hidden files stay here, and absolute paths in results are shortened to their last part. A later push uploads what
-has changed. Log in first: `hf auth login`, or the variable HF_TOKEN.
+and hidden files are not pushed, and absolute paths in results are shortened to their last part. A later push uploads
+what has changed, and deletes weights, code, JSON files and chat templates in the repository that the run does not have.
+Log in first: `hf auth login`, or the variable HF_TOKEN.
 """
 
 import json
 import os
 import pathlib
 import re
+import shutil
 import tempfile
 from collections.abc import Sequence
 from typing import Any
 
-from huggingface_hub import HfApi, ModelCard
+from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
@@ -27,13 +29,13 @@ from ..parsers import command_parser
 from ..writing import write_json, write_text
 from .card import without_folders
 
-# Files that loading and reading need; states of trainers are pickles, which nobody should load.
-_PUSHED = {".json", ".md", ".png", ".svg", ".py", ".safetensors", ".model", ".jinja", ".yaml"}
-_KEPT = ("trainer_state.json",)
-_WEIGHTS = ("model", "adapter_model")
-# What an earlier push left, and this one does not have, is deleted.
+# What is pushed: files by their endings, some of them only by their names. Pickles are not.
+_ENDINGS = {".json", ".md", ".png", ".svg", ".py", ".model", ".jinja", ".yaml"}
+_NAMES = ("metrics.jsonl", "merges.txt", "vocab.txt")
+_WEIGHTS = re.compile(r"(adapter_)?model.*\.safetensors")
+_NOT_PUSHED = ("trainer_state.json",)
+# In the repository, these are deleted if the run does not have them: old weights would be loaded.
 _REPLACED = ["*.safetensors", "*.json", "*.jinja", "*.py"]
-_TEXTS = ("metrics.jsonl", "merges.txt", "vocab.txt")
 # Of the library for HTTP, which is another one in each version of huggingface_hub.
 _NETWORK_ERROR: Any = HfHubHTTPError.__bases__[0]
 _LICENCE = re.compile(r"[a-z0-9][a-z0-9.+-]*")
@@ -43,53 +45,56 @@ def staged(run: pathlib.Path, folder: pathlib.Path, repo: str, licence: str | No
     """Fills a folder with what is pushed; weights are links.
 
     Raises:
-        ValueError: `run` is not a folder with a model or an adapter.
+        ValueError: `run` is not a folder with a model or an adapter that others can load.
     """
-    if not any((run / name).is_file() for name in ("config.json", "adapter_config.json")):
-        raise Refused(f"run={str(run)!r} is not valid: it has no config.json or adapter_config.json.")
-    if not any(run.glob("*.safetensors")):
-        raise Refused(f"run={str(run)!r} is not valid: it has no weights (*.safetensors).")
-    adapter = run / "adapter_config.json"
-    if adapter.is_file() and not (run / "config.json").is_file():
-        base = json.loads(adapter.read_text(encoding="utf-8")).get("base_model_name_or_path") or ""
-        if os.path.isabs(base) or os.path.isdir(base):
-            raise Refused(
-                f"run={str(run)!r} is an adapter of a model in the folder {base!r}, which others do not have: push "
-                "that model, and write its name on the Hub into adapter_config.json (base_model_name_or_path), or "
-                "fine-tune with --lora --merge."
-            )
+    _check(run)
     card, mark = read_card(run)
-    has_results = (run / "results.json").is_file()
     # An edited card stays.
-    if card is None or (mark and has_results and NO_RESULTS in card.text):
+    if card is None or (mark and (run / "results.json").is_file() and NO_RESULTS in card.text):
         write_card(run)
     for path in sorted(run.iterdir()):
-        pushed = path.suffix in _PUSHED or path.name in _TEXTS
-        if path.name == "additional_chat_templates" and path.is_dir():
-            (folder / path.name).symlink_to(path.resolve())
-        kept = path.name in _KEPT or (path.suffix == ".safetensors" and not path.name.startswith(_WEIGHTS))
-        if not path.is_file() or path.name.startswith(".") or not pushed or kept:
-            continue
         target = folder / path.name
-        if path.suffix == ".json" and not _is_of_model(path.name):
+        if path.name == "additional_chat_templates":
+            shutil.copytree(path, target)
+        elif not _is_pushed(path):
+            continue
+        elif path.suffix == ".json" and not _is_of_model(path.name):
             write_json(target, without_folders(json.loads(path.read_text(encoding="utf-8"))))
         elif path.name in ("recipe.yaml", "metrics.jsonl"):
             write_text(target, str(without_folders(path.read_text(encoding="utf-8"))))
-        else:
+        elif path.name != "README.md":
             target.symlink_to(path.resolve())
     written: Any
     written, mark = read_card(run)
-    if written is None:
-        raise Refused(f"run={str(run)!r} is not valid: it has no card (README.md).")
     if licence is not None:
         written.data["license"] = licence
     if mark:
         text = without_folders(written.text[: mark.start()])
         text = re.sub(r'^name = "[^\n]*?"', f'name = "{repo}"', text, flags=re.MULTILINE)
         written = sign(written.data, text, mark["weights"])
-    if mark or licence is not None:
-        (folder / "README.md").unlink()
-        ModelCard(str(written), ignore_metadata_errors=True).save(folder / "README.md")
+    written.save(folder / "README.md")
+
+
+def _check(run: pathlib.Path) -> None:
+    """Raises ValueError for a folder that has no model, or an adapter of a model that others do not have."""
+    adapter = run / "adapter_config.json"
+    is_adapter = adapter.is_file() and not (run / "config.json").is_file()
+    if not is_adapter and not (run / "config.json").is_file():
+        raise Refused(f"run={str(run)!r} is not valid: it has no config.json or adapter_config.json.")
+    if not any(_WEIGHTS.fullmatch(path.name) for path in run.iterdir()):
+        raise Refused(f"run={str(run)!r} is not valid: it has no weights (*.safetensors).")
+    base = json.loads(adapter.read_text(encoding="utf-8")).get("base_model_name_or_path") or "" if is_adapter else ""
+    if os.path.isabs(base) or os.path.isdir(base):
+        raise Refused(
+            f"run={str(run)!r} is an adapter of a model in the folder {base!r}, which others do not have: push that "
+            "model, and write its name on the Hub into adapter_config.json (base_model_name_or_path), or fine-tune "
+            "with --lora --merge."
+        )
+
+
+def _is_pushed(path: pathlib.Path) -> bool:
+    named = path.name in _NAMES or path.suffix in _ENDINGS or bool(_WEIGHTS.fullmatch(path.name))
+    return path.is_file() and named and path.name not in _NOT_PUSHED and not path.name.startswith(".")
 
 
 def _is_of_model(name: str) -> bool:

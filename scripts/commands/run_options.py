@@ -8,6 +8,7 @@ import signal
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from ..errors import program
 from ..parsers import add_validation_file
 
 
@@ -103,7 +104,7 @@ def ending(
         *(line for word, key in scores.items() for line in _score_lines(word, results, results[key])),
     ]
     if following:
-        lines.append(f"Next: {shlex.join(['whatwhere', following, output])}")
+        lines.append(f"Next: {shlex.join([*program(), following, output])}")
     return "\n".join(lines)
 
 

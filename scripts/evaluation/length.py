@@ -18,6 +18,7 @@ import hashlib
 import itertools
 import pathlib
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..checks import differences
+from ..errors import program
 from ..parsers import add_own_text, command_parser
 from ..processes import ALONE, Processes, is_first_process
 from ..writing import check_writable, write_json
@@ -406,7 +408,7 @@ def run(options: argparse.Namespace, origin: dict[str, Any]) -> LengthResults:
     remove_numbered_figures(results.path.with_suffix(""), files)
     print(f"Written: {', '.join(map(str, files))}")
     if len(options.checkpoints) > 1:
-        print(f"Next: whatwhere compare {' '.join(options.checkpoints)} --results {results.path}")
+        print(f"Next: {shlex.join(program())} compare {' '.join(options.checkpoints)} --results {results.path}")
     return results
 
 

@@ -28,6 +28,7 @@ import yaml
 from whatwhere.model_card import weights_fingerprint
 
 from ..checks import parse
+from ..errors import program
 from . import schema
 from .data_description import describe_data
 
@@ -48,7 +49,7 @@ def versions() -> dict[str, str]:
 def provenance(command: str, arguments: list[str] | None = None) -> dict[str, Any]:
     """Returns the origin that every results file records; the arguments are by default those of this process."""
     return {
-        "command": shlex.join(["whatwhere", command, *(sys.argv[1:] if arguments is None else arguments)]),
+        "command": shlex.join([*program(), command, *(sys.argv[1:] if arguments is None else arguments)]),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "versions": versions(),
     }

@@ -35,6 +35,7 @@ from ...model_card import weights_fingerprint
 from ...position_plan import max_length
 from ...validation import suggest
 from ..data.folder import DATA_DIR_VARIABLE, data_folder
+from ..errors import program
 from ..parsers import command_parser
 from ..writing import check_writable, write_json
 from .checkpoints import (
@@ -380,7 +381,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(text)
         print(f"Written: {file}{replaced}")
         if local := [checkpoint for checkpoint in options.checkpoints if pathlib.Path(checkpoint).is_dir()]:
-            print(f"Next, model cards: {shlex.join(['whatwhere', 'card', *local])}")
+            print(f"Next, model cards: {shlex.join([*program(), 'card', *local])}")
 
 
 def evaluate(options: argparse.Namespace, origin: dict[str, Any]) -> str | None:
