@@ -88,7 +88,7 @@ def accepts_engine(config: Any, name: str, supported: list[str], max_length: int
         if name == "vllm":
             raise ValueError(
                 f"{setting}position_encoding={encoding!r} needs the package whatwhere beside vLLM: run `pip install .` "
-                "in a clone of it."
+                "in a clone of its repository."
             )
         raise ValueError(
             f"attn_implementation={name!r} gives an engine queries, keys and values of a head's width only; {setting}"

@@ -150,7 +150,6 @@ def push_run(name, *options, edit=None, further=0.0, shard="5GB"):
             model.lm_head.weight.add_(further)
         model.save_pretrained(folder, max_shard_size=shard)
         build_tokenizer("bytes").save_pretrained(folder)
-        write_json(folder / "results.json", {**RESULTS, "weights_sha256": weights_fingerprint(folder)})
         (folder / "additional_chat_templates").mkdir()
         (folder / "additional_chat_templates" / "tool.jinja").write_text("{{ messages }}", encoding="utf-8")
         for left in (
@@ -164,6 +163,7 @@ def push_run(name, *options, edit=None, further=0.0, shard="5GB"):
         ):
             (folder / left).parent.mkdir(parents=True, exist_ok=True)
             (folder / left).write_bytes(b"not for the Hub")
+        write_json(folder / "results.json", {**RESULTS, "weights_sha256": weights_fingerprint(folder)})
         if edit:
             card = folder / "README.md"
             card.write_text(card.read_text(encoding="utf-8") + edit, encoding="utf-8")
