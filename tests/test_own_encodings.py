@@ -58,15 +58,14 @@ for folder in ("model", "again"):
 
 @pytest.fixture
 def registered():
-    """Forgets what a test registers."""
-    before, modules = dict(POSITION_ENCODINGS), dict(sys.modules)
+    """Forgets what a test registers and imports."""
+    before = dict(POSITION_ENCODINGS)
     yield POSITION_ENCODINGS
+    for name in imported_files:
+        sys.modules.pop(pathlib.Path(name).stem, None)
     POSITION_ENCODINGS.clear()
     POSITION_ENCODINGS.update(before)
     imported_files.clear()
-    for name in set(sys.modules) - set(modules):
-        if name.endswith("_bias") or name in ("first", "second"):
-            del sys.modules[name]
 
 
 def write(folder, code, name="own_bias.py"):
