@@ -285,10 +285,11 @@ def test_refusals(runs, name, message):
 @pytest.mark.parametrize("name", ["bfloat16 pope", "bfloat16 cope", "int8 pope", "int8 fox"])
 def test_fewer_bits(runs, name):
     found, expected = runs.found[name], runs.expected[f"llama {name.split()[1]}"]
-    same = [one[0] == other[0] for one, other in zip(found["tokens"], expected["tokens"])]
-    assert sum(same) >= len(same) - 1
-    for is_same, one, other in zip(same, found["logprobs"], expected["logprobs"]):
-        assert not is_same or one[0] == pytest.approx(other[0], abs=0.3)
+    pairs = zip(found["tokens"], found["logprobs"], expected["tokens"], expected["logprobs"])
+    errors = [abs(one[0] - other[0]) for token, one, wanted, other in pairs if token[0] == wanted[0]]
+    assert len(errors) >= len(PROMPTS) - 2
+    # Some of CoPE's are larger, in the plain model, too.
+    assert sum(errors) / len(errors) < 0.25
 
 
 @pytest.mark.parametrize("name", ["another_slot", "another_scale"])
