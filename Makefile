@@ -7,8 +7,8 @@ RUN = $(VENV)/bin/python
 SINGLE = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 PYTEST = $(SINGLE) $(RUN) -m pytest -n 2 --dist worksteal
 
-.PHONY: test test-slow test-engines test-oldest test-newest test-vllm demo lint conformance engines benchmark \
-	gpu-check clean
+.PHONY: test test-slow test-engines test-oldest test-newest test-vllm demo links lint docs conformance engines \
+	benchmark gpu-check clean
 
 test: $(VENV)/installed
 	$(PYTEST) -m "not slow" $(TESTS)
@@ -51,15 +51,22 @@ test-newest:
 demo: $(VENV)/installed
 	$(RUN) -m whatwhere demo
 
-# mypy sees the three folders through a tree of links laid out as they are imported.
-lint: $(VENV)/installed
+# The package in the folders in which it is imported, as links, for what does not see the installed one.
+links:
+	rm -rf build/links
+	mkdir -p build/links/whatwhere
+	ln -s $(CURDIR)/modeling/* $(CURDIR)/configuration $(CURDIR)/scripts build/links/whatwhere/
+	ln -s $(CURDIR)/scripts/cli build/links/whatwhere_cli
+
+lint: $(VENV)/installed links
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
-	rm -rf build/types
-	mkdir -p build/types/whatwhere
-	ln -s $(CURDIR)/modeling/* $(CURDIR)/configuration $(CURDIR)/scripts build/types/whatwhere/
-	ln -s $(CURDIR)/scripts/cli build/types/whatwhere_cli
-	MYPYPATH=build/types $(RUN) -m mypy -p whatwhere -p whatwhere_cli
+	MYPYPATH=build/links $(RUN) -m mypy -p whatwhere -p whatwhere_cli
+
+# The documentation as a site, in build/site.
+docs: $(VENV)/installed links
+	$(RUN) -m pip install --disable-pip-version-check -q -c $(CONSTRAINTS) -e ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
 conformance: $(VENV)/installed
 	$(SINGLE) $(RUN) tests/conformance/run.py $(CONFORMANCE)
@@ -92,23 +99,21 @@ test-vllm: .venv-vllm/installed
 benchmark: $(VENV)/installed
 	$(RUN) -m whatwhere benchmark
 
-# Runs where nothing can be installed: with PYTHON, if that has the packages, through a tree of links as `lint` makes it;
+# Runs where nothing can be installed: with PYTHON, if that has the packages, through the links;
 # otherwise in the environment. GPU_CHECK holds options.
-gpu-check:
-	rm -rf build/gpu
-	mkdir -p build/gpu/whatwhere
-	ln -s $(CURDIR)/modeling/* $(CURDIR)/configuration $(CURDIR)/scripts build/gpu/whatwhere/
-	ln -s $(CURDIR)/scripts/cli build/gpu/whatwhere_cli
+gpu-check: links
 	@if $(PYTHON) -c "import torch, transformers, triton" 2>/dev/null; then \
-		PYTHONPATH=build/gpu $(PYTHON) -m whatwhere gpu-check $(GPU_CHECK); \
+		PYTHONPATH=build/links $(PYTHON) -m whatwhere gpu-check $(GPU_CHECK); \
 	else \
 		echo "$(PYTHON) has not all of torch, transformers and triton: running in $(VENV)" && \
 		$(MAKE) $(VENV)/installed && $(RUN) -m whatwhere gpu-check $(GPU_CHECK); \
 	fi
 
-# Nothing is installed again until one of these two files changes.
+# Nothing is installed again until one of these changes. The installation links single files: a folder changes when one
+# is new or gone.
 CONSTRAINTS ?= constraints.txt
-$(VENV)/installed: pyproject.toml $(CONSTRAINTS)
+FOLDERS = $(shell find modeling configuration scripts -type d -not -name __pycache__)
+$(VENV)/installed: pyproject.toml $(CONSTRAINTS) $(FOLDERS)
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --disable-pip-version-check -q -c $(CONSTRAINTS) -e ".[train,eval,test,lint]"
 	touch $@

@@ -36,11 +36,12 @@ def test_readme_is_short():
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true", "ignore:.*LeafSpec:FutureWarning")
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
 def test_python_snippets_run(page, tmp_path, monkeypatch):
-    # The two checkpoints that the text names.
+    # The checkpoints that the text names.
     monkeypatch.chdir(tmp_path)
     tokenizer = build_tokenizer("bytes")
-    tokenizer.save_pretrained("demo/pope")
-    tiny_model("llama", "pope", vocab_size=len(tokenizer)).save_pretrained("demo/pope")
+    for folder in ("demo/pope", "runs/pope"):
+        tokenizer.save_pretrained(folder)
+        tiny_model("llama", "pope", vocab_size=len(tokenizer)).save_pretrained(folder)
     GPT2LMHeadModel(GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=4)).save_pretrained("openai-community/gpt2")
     # What docs/own_encodings.md imports and registers is forgotten at the end.
     for table, name in ((POSITION_ENCODINGS, "t5"), (sys.modules, "t5_bias")):

@@ -164,6 +164,12 @@ def test_the_folders_can_not_be_imported(name: str) -> None:
     assert re.fullmatch(r"ImportError: import this package as `whatwhere[^`]*`.*", last), done.stderr
 
 
+def test_import_beside_a_clone(tmp_path: pathlib.Path) -> None:
+    # Python takes a folder of this name for a package if the installed one is found by a hook of imports only.
+    (tmp_path / "whatwhere" / "modeling").mkdir(parents=True)
+    assert python("-c", "import whatwhere; print(whatwhere.__version__)", cwd=tmp_path) == f"{whatwhere.__version__}\n"
+
+
 def test_modeling_is_flat() -> None:
     folders = {path.name for path in (ROOT / "modeling").iterdir() if path.is_dir()}
     assert folders <= {"__pycache__"}

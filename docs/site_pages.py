@@ -1,0 +1,59 @@
+"""Pages of the site that do not lie in docs/: a hook of MkDocs, named in mkdocs.yml.
+
+CONTRIBUTING.md, CHANGELOG.md and the cards of model_cards/ lie beside docs/. The page of the commands has the help of their
+parsers, the page of recipes has a shipped recipe with its comments.
+"""
+
+import contextlib
+import importlib
+import io
+import pathlib
+import re
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+import whatwhere_cli
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+ANALYSES = ("frequencies", "deltas", "maps")
+BESIDE = ("CONTRIBUTING.md", "CHANGELOG.md")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Adds the pages and the files beside them."""
+    for path in (*map(ROOT.joinpath, BESIDE), *sorted((ROOT / "model_cards").rglob("*"))):
+        if path.is_file():
+            files.append(File.generated(config, path.relative_to(ROOT).as_posix(), abs_src_path=str(path)))
+    files.append(File.generated(config, "reference/commands.md", content=commands()))
+    files.append(File.generated(config, "reference/recipes.md", content=recipes()))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Gives links that lead out of docs/ the place of their target in the site."""
+    if page.file.src_uri in BESIDE:
+        return re.sub(r"\]\(docs/", "](", markdown)
+    return re.sub(r"\]\(\.\./(?=model_cards/|CONTRIBUTING|CHANGELOG)", "](", markdown)
+
+
+def commands() -> str:
+    """Returns the page of the commands, with the help of each parser."""
+    lines = ["# Commands", "", "```text", whatwhere_cli.help_text(), "```"]
+    for _, name, _, _, module in whatwhere_cli.COMMANDS:
+        lines += ["", f"## {name}"]
+        main = importlib.import_module(f"whatwhere.scripts.{module}").main
+        for kind in ([], *([one] for one in ANALYSES if name == "analysis")):
+            text = io.StringIO()
+            with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
+                main([*kind, "--help"])
+            lines += ["", "```text", text.getvalue().rstrip(), "```"]
+    return "\n".join(lines)
+
+
+def recipes() -> str:
+    """Returns the page of recipes."""
+    folder = ROOT / "scripts" / "recipes"
+    names = ", ".join(f"`{path.stem}`" for path in sorted(folder.glob("*.yaml")))
+    text = (folder / "demo_rope.yaml").read_text(encoding="utf-8")
+    return f"# Recipes\n\nThe shipped recipes: {names}.\n\n`demo_rope`, with a comment on every key:\n\n```yaml\n{text}```\n"
