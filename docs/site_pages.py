@@ -1,7 +1,7 @@
 """Pages of the site that do not lie in docs/: a hook of MkDocs, named in mkdocs.yml.
 
-CONTRIBUTING.md, CHANGELOG.md and the cards of model_cards/ lie beside docs/. The page of the commands has the help of their
-parsers, the page of recipes has a shipped recipe with its comments.
+CONTRIBUTING.md, CHANGELOG.md and the cards of model_cards/ lie beside docs/. The page of the commands has the help of
+their parsers, the page of recipes has a shipped recipe with its comments.
 """
 
 import contextlib
@@ -56,4 +56,5 @@ def recipes() -> str:
     folder = ROOT / "scripts" / "recipes"
     names = ", ".join(f"`{path.stem}`" for path in sorted(folder.glob("*.yaml")))
     text = (folder / "demo_rope.yaml").read_text(encoding="utf-8")
-    return f"# Recipes\n\nThe shipped recipes: {names}.\n\n`demo_rope`, with a comment on every key:\n\n```yaml\n{text}```\n"
+    lines = ["# Recipes", "", f"The shipped recipes: {names}.", "", "`demo_rope`, with a comment on every key:", ""]
+    return "\n".join([*lines, "```yaml", text.rstrip(), "```"])
