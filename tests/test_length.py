@@ -4,6 +4,7 @@ import gzip
 import importlib.metadata
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -12,9 +13,10 @@ from tokenizers import normalizers
 
 import whatwhere_cli as cli
 from tiny import LargestTensor, tiny_model
+from whatwhere.scripts import progress
 from whatwhere.scripts.data.tokenize import build_tokenizer, train_bpe
+from whatwhere.scripts.evaluation import kept, length_report, variants, windows
 from whatwhere.scripts.evaluation import length as script
-from whatwhere.scripts.evaluation import length_report, variants, windows
 from whatwhere.scripts.evaluation.checkpoints import Loading, check_vocabulary, longest_length, trained_length_of
 from whatwhere.scripts.evaluation.results import read_results
 from whatwhere.scripts.evaluation.schema import Cell
@@ -270,6 +272,11 @@ def root(tmp_path_factory):
     return root
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_kept(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("WHATWHERE_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
 @pytest.fixture
 def run(root, tmp_path):
     def run(names, *arguments, data="pg19", files=None):
@@ -409,15 +416,15 @@ def test_the_same_command_goes_on(run, monkeypatch):
         with pytest.raises(SystemExit) as stop:
             run(["rope", "pope"], "--windows", "16,32")
         assert stop.value.code == 130
-    assert lengths == [16, 32]
+    assert lengths == [16, 16], "short windows of all models come first"
     monkeypatch.setattr(
         script, "measure_windows", lambda *args, **options: lengths.append(args[3]) or measure(*args, **options)
     )
     del lengths[:]
     first = run(["rope", "pope"], "--windows", "16,32")
-    assert lengths == [16, 32], "only pope's were missing"
+    assert lengths == [32, 32], "the longer ones were missing"
     more = run(["rope"], "--windows", "64,32")
-    assert lengths == [16, 32, 64]
+    assert lengths == [32, 32, 64]
     assert [cell["length"] for cell in more["checkpoints"][0]["cells"]] == [16, 32, 64]
     assert more["checkpoints"][1] == first["checkpoints"][1]
     # Every run that added to it is named: the one that was stopped, its second part, this one.
@@ -425,6 +432,37 @@ def test_the_same_command_goes_on(run, monkeypatch):
     # What was measured with another precision is measured again.
     run(["pope"], "--windows", "16", "--dtype", "bfloat16")
     assert lengths[3:] == [16]
+
+
+def test_another_folder_takes_what_was_measured(run, tmp_path, monkeypatch, capsys):
+    first = run(["rope", "pope"], "--windows", "16,32")
+    monkeypatch.setattr(script, "measure_windows", None)
+    (tmp_path / "length_pg19.json").unlink()
+    again = run(["pope", "rope"], "--windows", "16,32")
+    assert "4 of 4 measurements were made before" in capsys.readouterr().err
+    assert again["checkpoints"] == first["checkpoints"][::-1]
+    # Other settings are measured: other weights, windows, types, code.
+    with pytest.raises(TypeError, match="'NoneType' object is not callable"):
+        run(["rope"], "--windows", "64")
+    with pytest.raises(TypeError, match="'NoneType' object is not callable"):
+        run(["rope"], "--windows", "16", "--dtype", "bfloat16")
+    monkeypatch.setattr(kept, "_code", lambda: "other code")
+    (tmp_path / "length_pg19.json").unlink()
+    with pytest.raises(TypeError, match="'NoneType' object is not callable"):
+        run(["rope"], "--windows", "16")
+
+
+def test_progress_in_a_log(run, monkeypatch, capsys):
+    monkeypatch.setattr(progress, "FIRST_LINE", 0.0)
+    monkeypatch.setattr(progress, "NEXT_LINE", 0.0)
+    run(["rope", "pope"], "--windows", "16,32", "--tokens", "96", "--documents", "1")
+    lines = [line for line in capsys.readouterr().err.splitlines() if " tokens/s, " in line]
+    assert [re.sub(r"[\d,.]+ tokens/s, \d\d:\d\d", "SPEED", line) for line in lines] == [
+        "rope at 16: 64 of 256 tokens, SPEED left",
+        "pope at 16: 128 of 256 tokens, SPEED left",
+        "pope at 32: 192 of 256 tokens, SPEED left",
+        "rope at 32: 256 of 256 tokens, SPEED left",
+    ]
 
 
 def test_results_of_other_data_stay(run, tmp_path):

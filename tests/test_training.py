@@ -30,10 +30,11 @@ from processes import TORCHRUN, python
 from runs import STREAM, assert_same_run, interrupt, kill, metrics, mixture, recipe, stop_after, write_texts
 from tiny import slow_but, tiny_model
 from toys import SOLVABLE, toy_recipe
+from whatwhere.scripts import progress
 from whatwhere.scripts.cards.folder import write_card
 from whatwhere.scripts.data.tokenize import train_bpe
 from whatwhere.scripts.errors import TrainingError
-from whatwhere.scripts.training import data, loop, plan, progress
+from whatwhere.scripts.training import data, loop, plan
 from whatwhere.scripts.training.flops import flops_per_token
 from whatwhere.scripts.training.loop import TrainingRun, train
 from whatwhere.scripts.training.model import build_optimizer

@@ -19,6 +19,7 @@ from engine_matrix import for_engine
 from processes import python
 from tiny import log_likelihood, slow_but, tiny_model
 from whatwhere.model_card import weights_fingerprint
+from whatwhere.scripts import progress
 from whatwhere.scripts.cards.folder import write_card
 from whatwhere.scripts.data.tokenize import build_tokenizer
 from whatwhere.scripts.evaluation import zero_shot
@@ -497,11 +498,11 @@ def test_nothing_but_the_table_is_printed(tmp_path, monkeypatch, capfd, local_da
     printed, said = capfd.readouterr()
     assert printed.startswith("# Zero-shot evaluation\n")
     assert said == ""
-    monkeypatch.setattr(zero_shot, "_FIRST_LINE", 0.0)
+    monkeypatch.setattr(progress, "FIRST_LINE", 0.0)
     cli.main(["zero-shot", *options])
     again, said = capfd.readouterr()
     assert again.startswith("# Zero-shot evaluation\n")
-    assert re.fullmatch(r"model: 1 of 2 requests, \d\d:\d\d left\n", said)
+    assert re.fullmatch(r"model: 1 of 2 requests, [\d.]+ requests/s, \d\d:\d\d left\n", said)
 
 
 def test_scores_of_more_questions_and_of_other_tasks_are_kept(tmp_path):

@@ -63,7 +63,7 @@ def _peak(options: argparse.Namespace) -> float | None:
 
 
 def _report(recipe: Any, found: Any, options: argparse.Namespace, peak: float | None) -> list[str]:
-    from ..training.progress import describe_seconds
+    from ..progress import describe_seconds
 
     training, memory, devices = recipe.training, found.memory, options.devices
     tokens, layout = found.tokens_per_step, found.layout

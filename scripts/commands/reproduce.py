@@ -6,11 +6,11 @@ import pathlib
 from ..evaluation.results import provenance
 from ..parsers import command_parser
 from ..processes import is_first_process
+from ..progress import describe_seconds
 from ..reproduction import measures, report, runs
 from ..reproduction.runs import PlannedRun
 from ..reproduction.tables import TABLES, Table
 from ..training.plan import estimate_seconds
-from ..training.progress import describe_seconds
 from ..writing import check_writable
 
 DESCRIPTION = f"""Train the models of a table, and compare our results with the paper's, or the table's systems.

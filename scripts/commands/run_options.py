@@ -96,7 +96,7 @@ def ending(
         scores: keys of `results` with scores, by the word that precedes them.
         following: the next command, for the folder.
     """
-    from ..training.progress import describe_seconds
+    from ..progress import describe_seconds
 
     count, steps = results["parameters"], results["steps"]
     lines = [

@@ -36,9 +36,9 @@ import tokenizers
 import torch
 from filelock import FileLock
 from tokenizers import Tokenizer
-from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from ..progress import Progress
 from ..writing import replacing, write_json
 from .pack import batch_of
 from .rows import texts_of
@@ -164,16 +164,15 @@ def _write_all(folder: Path, count: int, name: str, processes: int | None) -> No
     processes = min(processes or cores, len(missing))
     begun = time.monotonic()
     tokens = documents = 0
-    with single, tqdm(total=count, initial=count - len(missing), desc=name, unit="shard", disable=None) as bar:
+    with single, Progress(f"tokenising {name}", count, unit="shards", done=count - len(missing)) as progress:
         for some_tokens, some_documents in _done_in(missing, processes):
             tokens, documents = tokens + some_tokens, documents + some_documents
-            speed = tokens / max(1e-9, time.monotonic() - begun)
-            bar.set_postfix_str(f"{tokens:,} tokens, {speed:,.0f} tokens/s", refresh=False)
-            bar.update()
+            progress.advance()
     if tokens:
+        seconds = time.monotonic() - begun
         print(
-            f"tokenised {name}: {tokens:,} tokens of {documents:,} documents in {time.monotonic() - begun:.0f} s "
-            f"({speed:,.0f} tokens/s, {processes} processes)",
+            f"tokenised {name}: {tokens:,} tokens of {documents:,} documents in {seconds:.0f} s "
+            f"({tokens / max(1e-9, seconds):,.0f} tokens/s, {processes} processes)",
             file=sys.stderr,
         )
 

@@ -10,7 +10,8 @@ By default, the text is what the runs held out from training, read again from wh
 --output gets length.json (length_CORPUS.json for a named corpus, length_CORPUS_SPLIT.json for another split than test,
 length_local_FILE.json for own files), and the figure as PNG and SVG. Each number is written when it is measured.
 Running the command again continues an interrupted measurement, adds new windows, checkpoints and variants, and repeats
-what was measured with other weights or settings.
+what was measured with other weights or settings. Measurements are also kept beside tokenised text (WHATWHERE_CACHE):
+another --output takes those with the same weights, text, settings and versions from there.
 """
 
 import argparse
@@ -29,6 +30,7 @@ from ..checks import differences
 from ..errors import program
 from ..parsers import add_own_text, command_parser
 from ..processes import ALONE, Processes, is_first_process
+from ..progress import Progress
 from ..writing import check_writable, write_json
 from . import variants
 from .checkpoints import (
@@ -43,6 +45,7 @@ from .checkpoints import (
     weights_of,
 )
 from .data_description import UNNAMED, measured_text, text_of
+from .kept import file_of
 from .length_report import METRICS, comparable, draw, heading, label, remove_numbered_figures, scored_bytes, table
 from .results import provenance, read_json
 from .schema import Cell
@@ -208,6 +211,30 @@ def tokenise(tokenizer: Any, texts: Iterable[str], data: dict[str, Any], lengths
     return Tokens(every[0], every[1] if len(every) > 1 else None, len(parts), changed)
 
 
+class Measurement(NamedTuple):
+    """What is measured at once: a curve at one length of windows."""
+
+    curve: Curve
+    entry: dict[str, Any]
+    text: Tokens
+    length: int
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens to score."""
+        return sum((len(ids) - 1) // self.length * self.length for ids in self.text.ids)
+
+    @property
+    def kept(self) -> pathlib.Path | None:
+        """The file in which this measurement is kept for other folders; None if the weights have no fingerprint."""
+        if self.entry["weights"] is None:
+            return None
+        about = ("variant", "weights", "trained_length", "dtype", "attn_implementation", "tokens_sha256", "device")
+        sizes = [hashlib.sha256(one.numpy().tobytes()).hexdigest() for one in self.text.sizes or []]
+        texts = {"texts": [len(ids) for ids in self.text.ids], "sizes": sizes}
+        return file_of({**{key: self.entry[key] for key in about}, **texts, "length": self.length})
+
+
 def compare(
     curves: Sequence[Curve],
     texts: Callable[[], Iterable[str]],
@@ -217,18 +244,74 @@ def compare(
     *,
     batch_tokens: int,
 ) -> None:
-    """Measures all cells that are not in `results` yet, and adds them.
+    """Measures all cells that are not in `results` yet, and adds them; short windows of all models come first.
 
     Args:
         texts: returns a new iterator over the documents.
         lengths: of windows, as in `parse_windows`; windows longer than every text are skipped, with a message.
     """
+    wanted = _missing(curves, texts, results, lengths, loading)
+    # Decided by the first process: files may appear meanwhile.
+    kept = results.processes.of_first([(file := one.kept) and file.is_file() and read_json(file) for one in wanted])
+    for one, found in zip(wanted, kept):
+        if found:
+            one.entry["parameters"] = found["parameters"]
+            results.add(one.entry, Cell(**found["cell"]), found["by_position"])
+    missing = [one for one, found in zip(wanted, kept) if not found]
+    if count := len(wanted) - len(missing):
+        _report(f"{count} of {len(wanted)} measurements were made before, with the same weights and settings.")
+    # Every other length has the models in reverse order, so that a model that is loaded is measured twice.
+    order = {length: index for index, length in enumerate(sorted({one.length for one in missing}))}
+    places = {id(one.entry): index for index, one in enumerate(missing)}
+    missing.sort(key=lambda one: (one.length, places[id(one.entry)] * (-1) ** order[one.length]))
+    model, loaded = None, None
+    total = sum(one.tokens for one in missing)
+    with Progress("length", total, unit="tokens", shown=results.processes.is_first) as progress:
+        for one in missing:
+            curve, entry, text, length = one
+            progress.rename(f"{label(entry)} at {length}")
+            options = {"trained_length": curve.trained_length, "length": length}
+            changed = (curve.variant and variants.changes(curve.variant, curve.config, **options)) or {}
+            if loaded != (curve.checkpoint, changed):
+                model = None
+                config = loading.config(curve.checkpoint, **changed) if changed else curve.config
+                model, loaded = loading.model(curve.checkpoint, config), (curve.checkpoint, changed)
+            assert model is not None, "it is loaded for the first measurement"
+            entry["parameters"] = model.num_parameters()
+            limit = longest_length(model)
+            if limit is not None and length > limit:
+                multiple = length / curve.trained_length
+                reason = f"the position encoding supports at most {limit} tokens"
+                results.add(entry, Cell(length=length, multiple=multiple, reached=False, reason=reason), None)
+                continue
+            cell, by_position = measure_windows(
+                model,
+                text.ids,
+                text.sizes,
+                length,
+                trained_length=curve.trained_length,
+                batch_tokens=batch_tokens,
+                done=progress.advance,
+                processes=results.processes,
+            )
+            results.add(entry, cell, by_position)
+            if results.processes.is_first and (file := one.kept):
+                file.parent.mkdir(parents=True, exist_ok=True)
+                about = {"parameters": entry["parameters"], "cell": cell.model_dump(), "by_position": by_position}
+                write_json(file, about)
+
+
+def _missing(
+    curves: Sequence[Curve], texts: Callable[[], Iterable[str]], results: LengthResults, lengths: str, loading: Loading
+) -> list[Measurement]:
+    """Returns what is not measured yet; adds an entry to `results` for each curve."""
     from ..data.tokenize import about_changes, token_unit
 
     # Raises errors before the first model is loaded.
     wanted = [parse_windows(lengths, curve.trained_length) for curve in curves]
     every = sorted({length for each in wanted for length in each})
     tokenised: dict[str, Tokens] = {}
+    missing = []
     for curve, windows in zip(curves, wanted):
         config = curve.config
         tokenizer = loading.tokenizer(curve.checkpoint, config)
@@ -236,7 +319,7 @@ def compare(
         backend = getattr(tokenizer, "backend_tokenizer", None)
         key = curve.checkpoint if backend is None else f"{tokenizer.eos_token_id} {backend.to_str()}"
         if key not in tokenised:
-            tokenised = {key: tokenise(tokenizer, texts(), results.data, every)}
+            tokenised[key] = tokenise(tokenizer, texts(), results.data, every)
         text = tokenised[key]
         parts, results.data["documents"] = text.ids, text.documents
         if text.changed:
@@ -268,31 +351,8 @@ def compare(
         )
         entry["unit"] = token_unit(tokenizer)
         measured = {cell["length"] for cell in entry["cells"]}
-        model, loaded = None, None
-        for length in (length for length in filled if length not in measured):
-            options = {"trained_length": curve.trained_length, "length": length}
-            changed = (curve.variant and variants.changes(curve.variant, config, **options)) or {}
-            if model is None or changed != loaded:
-                changed_config = loading.config(curve.checkpoint, **changed) if changed else config
-                model = loading.model(curve.checkpoint, changed_config)
-                loaded, entry["parameters"] = changed, model.num_parameters()
-            limit = longest_length(model)
-            if limit is not None and length > limit:
-                multiple = length / curve.trained_length
-                reason = f"the position encoding supports at most {limit} tokens"
-                results.add(entry, Cell(length=length, multiple=multiple, reached=False, reason=reason), None)
-                continue
-            cell, by_position = measure_windows(
-                model,
-                parts,
-                text.sizes,
-                length,
-                trained_length=curve.trained_length,
-                batch_tokens=batch_tokens,
-                name=f"{label(entry)} at {length}",
-                processes=results.processes,
-            )
-            results.add(entry, cell, by_position)
+        missing += [Measurement(curve, entry, text, length) for length in filled if length not in measured]
+    return missing
 
 
 def parser() -> argparse.ArgumentParser:

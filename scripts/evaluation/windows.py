@@ -15,12 +15,11 @@ attention of our models, and SDPA in stock models, creates no matrix of (length,
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from tqdm.auto import tqdm
 
 from ..processes import ALONE, Processes
 from .schema import Cell
@@ -113,7 +112,7 @@ def measure_windows(
     *,
     trained_length: int,
     batch_tokens: int = 4096,
-    name: str = "",
+    done: Callable[[int], None] = lambda tokens: None,
     processes: Processes = ALONE,
 ) -> tuple[Cell, dict[str, Any]]:
     """Scores all windows of one length.
@@ -123,6 +122,7 @@ def measure_windows(
         texts: token ids of each text, integers (tokens), on any device; at least one has a window (see `fillable`).
         sizes: for each text the bytes of each token, integers (tokens); None if unknown.
         batch_tokens: windows of one text are batched up to this many tokens (at least one window).
+        done: called after each batch with the number of tokens that all processes have scored since.
 
     Returns:
         the cell; and the losses by position: `length`, `edges` (buckets + 1), `loss` (mean nats per token) and
@@ -144,8 +144,7 @@ def measure_windows(
             for start in range(0, count, step)
         ]
     )
-    hidden = None if processes.is_first else True
-    for text, before, start, stop in tqdm(batches, desc=name, unit="batch", leave=False, disable=hidden):
+    for text, before, start, stop in batches:
         some = texts[text][start * length : stop * length + 1].to(torch.int64)
         inputs, targets = some[:-1].view(-1, length), some[1:].view(-1, length)
         losses = token_losses(model, inputs.to(model.device), targets.to(model.device), plain_head=plain_head).to(
@@ -156,6 +155,7 @@ def measure_windows(
         if sizes is not None:
             some = sizes[text][start * length + 1 : stop * length + 1]
             bytes_[before + start : before + stop] = some.view(-1, length).sum(1)
+        done((stop - start) * length * processes.count)
     nats, bytes_, by_position = processes.summed(sums).split(parts)
     number, documents = len(nats), [count for count in counts if count]
     clusters, windows = ("documents", documents) if len(documents) > 1 else ("windows", [1] * number)

@@ -23,13 +23,9 @@ import logging
 import os
 import pathlib
 import shlex
-import sys
-import time
 import unittest.mock
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
-
-from tqdm.auto import tqdm
 
 from ...model_card import weights_fingerprint
 from ...position_plan import max_length
@@ -37,6 +33,7 @@ from ...validation import suggest
 from ..data.folder import DATA_DIR_VARIABLE, data_folder
 from ..errors import program
 from ..parsers import command_parser
+from ..progress import Progress
 from ..writing import check_writable, write_json
 from .checkpoints import (
     MAX_LENGTH,
@@ -156,28 +153,13 @@ def load_scorer(checkpoint: str, loading: Loading, batch_size: int | str) -> Any
         )
 
 
-# Seconds before the first progress line in a log, and between two lines.
-_FIRST_LINE, _NEXT_LINE = 10.0, 60.0
+class Requests(Progress):
+    """The progress of lm-eval, which makes its bars by the arguments of tqdm."""
 
+    def __init__(self, *, name: str, total: int, disable: bool = False, **options: Any) -> None:
+        super().__init__(name, total, unit="requests", shown=not disable)
 
-class Requests(tqdm):
-    """The progress of lm-eval, which makes its bars by the arguments of tqdm: `name` and the requests done."""
-
-    def __init__(self, *arguments: Any, name: str, disable: bool = False, **options: Any) -> None:
-        super().__init__(*arguments, **{**options, "desc": name, "disable": disable or None})
-        # tqdm has no `desc` where the bar is disabled.
-        self.name, self.is_log = name, bool(self.disable) and not disable
-        self.done, self.begun = 0.0, time.monotonic()
-        self.next_line = self.begun + _FIRST_LINE
-
-    def update(self, n: float | None = 1) -> bool | None:
-        self.done += n or 0
-        now = time.monotonic()
-        if self.is_log and self.total and now >= self.next_line:
-            self.next_line = now + _NEXT_LINE
-            left = tqdm.format_interval((self.total - self.done) * (now - self.begun) / self.done)
-            print(f"{self.name}: {self.done:,.0f} of {self.total:,} requests, {left} left", file=sys.stderr, flush=True)
-        return super().update(n)
+    update = Progress.advance
 
 
 @contextlib.contextmanager

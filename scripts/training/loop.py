@@ -34,6 +34,7 @@ from ..data.tokenize import token_unit
 from ..errors import Interrupted, Refused, TrainingError
 from ..evaluation.results import provenance
 from ..families import model_class
+from ..progress import Progress
 from ..writing import write_json, write_text
 from .checkpoint import (
     Checkpoints,
@@ -56,7 +57,7 @@ from .distributed import (
 from .flops import flops_per_token, peak_flops
 from .held_out import about_task, about_text, evaluate, held_out_text
 from .model import build_config, build_model, build_optimizer, count_parameters, set_vocabulary
-from .progress import Progress, peak_memory, stop_signals
+from .monitoring import Speed, peak_memory, stop_signals
 from .recipe import RunSettings, RunText
 from .run_folder import RunFolder, step_of
 
@@ -249,15 +250,15 @@ class TrainingRun:
         per_step = training.batch_size * (self.recipe.data.sequence_length if unit == "tokens" else 1)
         progress = Progress(
             self.recipe.name,
-            step=self.step,
-            steps=training.steps,
+            training.steps * per_step,
             unit=unit,
-            per_step=per_step,
-            is_first=self.processes.is_first,
+            done=self.step * per_step,
+            shown=self.processes.is_first,
         )
+        measured = Speed(self.step, per_step)
         batches = self.batches()
         started, waited = time.monotonic() - self.seconds, 0.0
-        with progress.bar, stop_signals() as received:
+        with progress, stop_signals() as received:
             while self.step < training.steps:
                 rate = self.scheduler.get_last_lr()[0]
                 waiting = time.monotonic()
@@ -268,15 +269,16 @@ class TrainingRun:
                 last = self.step == training.steps
                 if last or self.step % training.log_every == 0:
                     values = self._check_divergence(loss, norm)
-                    speed = progress.speed(self.step, values["loss"])
+                    speed = measured.until(self.step)
                     costs = {"data_wait_seconds": waited, "peak_memory_gb": peak_memory() / 1e9, **self.costs(speed)}
                     counts = {unit: self.step * per_step, f"{unit}_per_second": speed}
                     self.log({**values, "learning_rate": rate, **counts, **costs})
                     waited = 0.0
-                progress.advance(self.step, loss)
+                progress.advance(per_step, functools.partial(self._state, loss))
                 improved = False
                 if every and (last or self.step % every == 0):
                     improved = self._validate(progress)
+                    measured.mark(self.step)
                 stop = bool(received) or self.checkpoints.has_failed
                 if self.accelerator.num_processes > 1:
                     # All processes leave the loop at the same step.
@@ -378,8 +380,11 @@ class TrainingRun:
             shown = ("token_error", "bits_per_byte", "loss", "perplexity")
             report = ", ".join(f"{name} {scores[name]:.4f}" for name in shown if name in scores)
             progress.bar.write(f"{self.recipe.name} step {self.step}: validation {report}")
-        progress.mark(self.step)
         return improved
+
+    def _state(self, loss: torch.Tensor) -> str:
+        """Returns what a line of progress says."""
+        return f"step {self.step:,} of {self.recipe.training.steps:,}, loss {loss.item():.3f}"
 
     def log(self, values: dict[str, float]) -> None:
         """Appends a line to `metrics.jsonl`, and logs to the trackers."""
