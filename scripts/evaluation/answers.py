@@ -7,6 +7,7 @@ import torch
 
 from ..data.pack import IGNORED
 from ..processes import ALONE, Processes
+from ..progress import Progress
 from ..toy_tasks.samples import TaskSamples
 
 
@@ -41,15 +42,18 @@ def summarise(counts: Sequence[float]) -> dict[str, Any]:
 
 @torch.no_grad()
 def score_samples(
-    model: Any, samples: TaskSamples, *, batch_size: int = 64, processes: Processes = ALONE
+    model: Any, samples: TaskSamples, *, name: str, batch_size: int = 64, processes: Processes = ALONE
 ) -> dict[str, Any]:
     """Returns the errors (see `summarise`) of a causal language model, in evaluation mode, on all of the samples.
 
-    The processes divide the batches, and all return the same.
+    The processes divide the batches, and all return the same. `name` is that of the progress.
     """
     total = torch.zeros(4, dtype=torch.float64)
-    for start in processes.share(range(0, len(samples), batch_size)):
-        batch = samples[range(start, min(start + batch_size, len(samples)))]
-        logits = model(input_ids=batch["input_ids"].to(model.device), use_cache=False).logits
-        total += count_errors(logits, batch["labels"]).cpu()
+    starts = processes.share(range(0, len(samples), batch_size))
+    with Progress(name, len(starts), unit="batches", shown=processes.is_first) as progress:
+        for start in starts:
+            batch = samples[range(start, min(start + batch_size, len(samples)))]
+            logits = model(input_ids=batch["input_ids"].to(model.device), use_cache=False).logits
+            total += count_errors(logits, batch["labels"]).cpu()
+            progress.advance()
     return summarise(processes.summed(total).tolist())

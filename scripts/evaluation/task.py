@@ -38,6 +38,7 @@ from .checkpoints import (
 )
 from .results import markdown_table, provenance, read_json
 from .scorer import scorer
+from .zero_shot import quiet
 
 # Names of the metrics in tables.
 _TITLES = {
@@ -131,7 +132,7 @@ def evaluate(
         scores = {}
         for name, test in configs.items():
             if named in PROBES:
-                scores[name] = ask(model, tokenizer, test, processes)
+                scores[name] = ask(model, tokenizer, test, processes, name=names[checkpoint])
                 continue
             length = (block or config.max_position_embeddings) if test.may_be_cut else None
             limit = longest_length(model)
@@ -141,13 +142,16 @@ def evaluate(
                     f"{length or test.longest} tokens, and the position encoding supports at most {limit}."
                 )
             rows = TaskSamples(test, tokenizer, "test", count=test.test_samples, block=length)
-            scores[name] = score_samples(model, rows, batch_size=batch_size, processes=processes)
+            shown = f"{names[checkpoint]}, {name}"
+            scores[name] = score_samples(model, rows, name=shown, batch_size=batch_size, processes=processes)
         entries.append({"name": names[checkpoint], "task": named, "test_sets": scores})
     return entries
 
 
-def ask(model: Any, tokenizer: Any, config: AliceConfig, processes: Processes = ALONE) -> dict[str, Any]:
-    """Asks a model the questions of the Alice probe; the results are described above.
+def ask(
+    model: Any, tokenizer: Any, config: AliceConfig, processes: Processes = ALONE, *, name: str | None = None
+) -> dict[str, Any]:
+    """Asks a model the questions of the Alice probe; the results are described above. `name` is that of the progress.
 
     `accuracy_by_place` is of words only in the last sentence, only before it, in both, or in neither.
     """
@@ -161,7 +165,8 @@ def ask(model: Any, tokenizer: Any, config: AliceConfig, processes: Processes = 
     limit = longest_length(model) or MAX_LENGTH
     asker = scorer(processes, model, tokenizer=tokenizer, max_length=limit, batch_size=len(answers))
     asked = [Instance("loglikelihood", {}, (prompt, f" {answer}"), 0) for prompt in prompts for answer in answers]
-    found = torch.tensor([likelihood for likelihood, _ in asker.loglikelihood(asked, disable_tqdm=True)])
+    with quiet(name):
+        found = torch.tensor([likelihood for likelihood, _ in asker.loglikelihood(asked)])
     places = collections.defaultdict(list)
     probability = 0.0
     for row, chances in zip(rows, found.view(-1, len(answers)).softmax(-1)):

@@ -13,6 +13,7 @@ from ..data.pack import IGNORED, add_labels
 from ..data.rows import documents_of, documents_sha256
 from ..errors import TrainingError
 from ..evaluation.data_description import describe_data
+from ..progress import Progress
 from .data import TrainingData
 from .recipe import DataRecipe
 
@@ -43,8 +44,10 @@ def evaluate(run: Any, split: str, limit: int | None = None) -> dict[str, float]
     if is_task:
         from ..evaluation.answers import count_errors, summarise
     sums = torch.zeros(5 if is_task else 3, dtype=torch.float64)
+    progress = Progress(f"{run.recipe.name}, {split} split", count, unit="sequences", shown=run.processes.is_first)
     for start in range(0, count, per_batch):
         rows = chosen[start : start + per_batch]
+        progress.advance(len(rows))
         mine = rows[index * len(rows) // shares : (index + 1) * len(rows) // shares]
         # A sharded model needs all processes in each forward pass; one without a block repeats the first.
         if not mine and not run.processes.is_sharded:
@@ -62,6 +65,7 @@ def evaluate(run: Any, split: str, limit: int | None = None) -> dict[str, float]
             continue
         scored = batch["labels"][:, 1:] != IGNORED
         sums[1:] += torch.stack([scored.sum(), torch.tensor(0) if sizes is None else sizes[:, 1:][scored].sum()])
+    progress.close()
     if isinstance(model, FSDPModule):
         # The outermost weights stay whole after a forward pass.
         model.reshard()
