@@ -106,7 +106,8 @@ def test_its_own_encoding_keeps_the_model(kind, dtype, tmp_path):
         # LongRoPE has other frequencies from 17 tokens on, in the prompt or at one of the new tokens.
         for length in (8, 20):
             given = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False}
-            expected = stock.generate(tokens(2, length), **given)
+            # In older versions, Phi-3 loses its cache at that token.
+            expected = stock.generate(tokens(2, length), **given, use_cache=config.model_type != "phi3")
             assert torch.equal(model.generate(tokens(2, length), **given), expected)
     saved = [json.loads((tmp_path / one / "generation_config.json").read_text()) for one in ("source", "out")]
     assert saved[0] == saved[1]
