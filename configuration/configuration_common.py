@@ -338,7 +338,8 @@ class WhatWhereConfig(PreTrainedConfig):
         config_dict = dict(config_dict)
         model_type = config_dict.get("model_type", cls.model_type)
         if model_type not in (cls.model_type, cls.stock_model_type):
-            hint = " Convert it with `whatwhere convert`." if model_type in ("qwen2", "qwen3") else ""
+            known = ("mistral", "phi3", "qwen2", "qwen3", "smollm3")
+            hint = " Convert it with `whatwhere convert`." if model_type in known else ""
             raise ValueError(
                 f"The checkpoint's model_type={model_type!r} cannot be loaded as {cls.__name__}. "
                 f"Allowed: {cls.model_type!r} and {cls.stock_model_type!r}.{hint}"

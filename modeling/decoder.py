@@ -127,8 +127,14 @@ class CausalLM:
         self.post_init()
 
     @functools.wraps(GenerationMixin.prepare_inputs_for_generation)
-    def prepare_inputs_for_generation(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        inputs = super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
+    def prepare_inputs_for_generation(self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        rope, cache = getattr(self.config, "rope_parameters", None) or {}, kwargs.get(CACHE)
+        limit = rope.get("original_max_position_embeddings") if rope.get("rope_type") == "longrope" else None
+        if limit and cache is not None and 0 < cache.get_seq_length() <= limit < input_ids.shape[1]:
+            # A longer sequence has other frequencies for all its tokens: those in the cache are computed again, as in
+            # stock Phi-3.
+            kwargs |= {CACHE: None, "next_sequence_length": None}
+        inputs = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)  # type: ignore[misc]
         if CACHE in inputs and "prepare_inputs_for_generation" in vars(self):
             # PEFT 0.21, which put its own method there, looks for the cache under the old name, and would add its
             # virtual tokens at every step.

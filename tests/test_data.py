@@ -604,6 +604,27 @@ def test_public_data():
     assert len(next(iter(loaded["train"]))["text"]) > 100
 
 
+@pytest.mark.parametrize("row", [{"messages": [{"role": "user", "content": "a"}]}, {"prompt": "a", "completion": "b"}])
+def test_conversations_are_no_text(row, tmp_path):
+    """The message shows how to train on them, in files and in data sets."""
+    rows, split = datasets.Dataset.from_list([row] * 2), {"train": "train", "validation": "train"}
+    rows.to_json(tmp_path / "chat.jsonl")
+    (tmp_path / "set").mkdir()
+    rows.to_parquet(tmp_path / "set/chat.parquet")
+    files = {"json": tmp_path / "chat.jsonl", "parquet": tmp_path / "set/chat.parquet"}
+    calls = {
+        repr(str(tmp_path / "set")): ("hub", {"dataset": str(tmp_path / "set"), "splits": split}),
+        **{f"{kind!r}, data_files={str(file)!r}": ("local", {"train_file": str(file)}) for kind, file in files.items()},
+    }
+    for arguments, (name, options) in calls.items():
+        with pytest.raises(ValueError, match=r"These rows are conversations: .* \(docs/chat.md\):\n.*\n.*\n") as error:
+            source.load_text(name, **options)
+        assert f"train_dataset=datasets.load_dataset({arguments})['train'])" in str(error.value)
+    (tmp_path / "other.jsonl").write_text('{"prompt": "a"}\n')
+    with pytest.raises(ValueError, match=r"has no text_field='text', but 'prompt'\.$"):
+        source.load_text("local", train_file=str(tmp_path / "other.jsonl"))
+
+
 def test_hub_slices(monkeypatch):
     """What a slice of a Hub split selects, streamed or not; only the network call is replaced."""
     import datasets

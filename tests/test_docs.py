@@ -34,6 +34,8 @@ def test_readme_is_short():
 
 # Trainer pins memory on CPUs, too.
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true", "ignore:.*LeafSpec:FutureWarning")
+# TRL uses names that this version of Transformers has deprecated.
+@pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in:FutureWarning")
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
 def test_python_snippets_run(page, tmp_path, monkeypatch):
     # The checkpoints that the text names.
@@ -51,6 +53,8 @@ def test_python_snippets_run(page, tmp_path, monkeypatch):
     if page == "own_encodings.md":
         (tmp_path / "t5_bias.py").write_text(blocks(page, "python")[0])
     names = {}
+    if page == "chat.md":
+        pytest.importorskip("trl", reason="trl is not installed")
     if any("kernels import" in code for code in blocks(page, "python")):
         pytest.importorskip("kernels", reason="the package `kernels` is not installed: pip install kernels")
         cli.main(["kernel-hub", "attention", "--build"])

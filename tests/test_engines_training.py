@@ -1,6 +1,8 @@
 """Trainers and adapters of others: each cell of `engine_matrix` works or is refused."""
 
+import functools
 import itertools
+import json
 import math
 import pathlib
 import re
@@ -16,6 +18,8 @@ import whatwhere
 from engine_matrix import for_engine
 from processes import TORCHRUN, python
 from tiny import FAMILIES, OLDER, OURS, VOCABULARY, slow_but, tiny_model, tokens
+from whatwhere.scripts.data.rows import about_conversations
+from whatwhere.scripts.data.tokenize import build_tokenizer
 
 # TRL and PEFT use names that this version of Transformers has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -102,6 +106,107 @@ def test_trl_sft(trl, tokenizer, encoding, expected, mode, tmp_path):
     assert losses == pytest.approx(expected_losses, abs=1e-5)
     assert losses[1] < losses[0]
     same_weights(model, plain)
+
+
+CHAT = (
+    "{% for message in messages %}{{ message.role }}: "
+    "{% if message.role == 'assistant' %}{% generation %}{{ message.content + eos_token }}{% endgeneration %}"
+    "{% else %}{{ message.content + '\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+TURNS = [("user", "what?"), ("assistant", "where"), ("user", "and?"), ("assistant", "so")]
+MESSAGES = [{"role": role, "content": content} for role, content in TURNS]
+LATER = [{"role": "user", "content": "where is it?"}, {"role": "assistant", "content": "what"}]
+# Rows, options, and the text of a row that has labels.
+CHATS = {
+    "messages": ([{"messages": MESSAGES}], {"assistant_only_loss": True}, "where<|endoftext|>so<|endoftext|>"),
+    "completion": ([{"prompt": MESSAGES[:3], "completion": MESSAGES[3:]}], {}, "so<|endoftext|>"),
+    "text": ([{"prompt": "what? ", "completion": "where"}], {}, "where<|endoftext|>"),
+    "packed": (
+        [{"messages": MESSAGES}, {"messages": LATER}],
+        {"assistant_only_loss": True, "packing": True, "max_length": 128},
+        "where<|endoftext|>so<|endoftext|>what<|endoftext|>",
+    ),
+    "lora": ([{"messages": MESSAGES}], {"assistant_only_loss": True}, "where<|endoftext|>so<|endoftext|>"),
+}
+
+
+@pytest.mark.parametrize("kind", CHATS)
+@pytest.mark.parametrize("encoding", ["cope", "pope"])
+def test_trl_conversations(trl, encoding, kind, tmp_path):
+    """Answers alone have labels, also in packed rows, and are learned."""
+    rows, options, labelled = CHATS[kind]
+    tokenizer = build_tokenizer("bytes")
+    tokenizer.chat_template = CHAT
+    model = tiny_model("llama", encoding, vocab_size=len(tokenizer), max_position_embeddings=128)
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    options = {
+        **options,
+        "max_steps": 20,
+        "optim": "adamw_torch",
+        "learning_rate": 0.01,
+        "gradient_checkpointing": False,
+    }
+    trainer = trl.SFTTrainer(
+        model,
+        args=trl.SFTConfig(**settings(tmp_path, per_device_train_batch_size=len(rows), **options)),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+        peft_config=peft.LoraConfig(task_type="CAUSAL_LM") if kind == "lora" else None,
+    )
+    batch = next(iter(trainer.get_train_dataloader()))
+    kept = batch["labels"] != -100
+    assert torch.equal(batch["labels"][kept], batch["input_ids"][kept])
+    assert tokenizer.decode(batch["input_ids"][kept]) == labelled
+    if kind == "packed":
+        # As in padded batches: the mean of the labelled tokens of both rows.
+        losses = []
+        for row in rows:
+            given = tokenizer.apply_chat_template(
+                row["messages"], return_dict=True, return_assistant_tokens_mask=True, return_tensors="pt"
+            )
+            logits = model(given["input_ids"]).logits[0, :-1]
+            marked = given["assistant_masks"][0, 1:].bool()
+            losses.append(
+                torch.nn.functional.cross_entropy(logits, given["input_ids"][0, 1:], reduction="none")[marked]
+            )
+        with torch.no_grad():
+            close(trainer.model(**batch).loss, torch.cat(losses).mean())
+    trainer.train()
+    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    assert losses[-1] < losses[0] / (1.02 if kind == "lora" else 3)
+    trainer.save_model(str(tmp_path / "saved"))
+    saved = whatwhere.WhatWhereLlamaForCausalLM.from_pretrained(tmp_path / "saved") if kind != "lora" else None
+    if saved is None:
+        # The model's own weights stay as they were.
+        parameters = trainer.model.named_parameters()
+        found = {name.replace("base_model.model.", "").replace("base_layer.", ""): one for name, one in parameters}
+        assert all(torch.equal(found[name], before[name]) for name in before)
+        saved = trainer.model.merge_and_unload()
+    elif kind in ("messages", "text"):
+        prompt = MESSAGES[:1]
+        prompt = tokenizer.apply_chat_template(
+            prompt, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+        )
+        prompt = prompt if kind == "messages" else tokenizer("what? ", return_tensors="pt")
+        output = saved.generate(**prompt, max_new_tokens=20, do_sample=False)
+        assert tokenizer.decode(output[0, prompt["input_ids"].shape[1] :]) == "where<|endoftext|>"
+
+
+def test_the_lines_of_the_message_about_conversations(trl, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tokenizer = build_tokenizer("bytes")
+    tokenizer.chat_template = CHAT
+    tokenizer.save_pretrained("CHECKPOINT")
+    tiny_model("llama", "cope", vocab_size=len(tokenizer)).save_pretrained("CHECKPOINT")
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": MESSAGES}) + "\n")
+    _, *lines = about_conversations(["messages"], "'json', data_files='chat.jsonl'").splitlines()
+    assert len(lines) == 3
+    # The defaults need a GPU.
+    monkeypatch.setattr(trl, "SFTTrainer", functools.partial(trl.SFTTrainer, args=trl.SFTConfig(**settings(tmp_path))))
+    names = {}
+    exec("\n".join(line.strip() for line in lines), names)
+    assert type(names["model"]).__name__ == "WhatWhereLlamaForCausalLM"
 
 
 def log_probabilities(model, batch):

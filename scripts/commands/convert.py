@@ -9,13 +9,15 @@ from ..conversion.folder import convert_folder
 from ..errors import program
 from ..parsers import command_parser, json_value, name_or_list
 
-DESCRIPTION = """Give a pretrained model another position encoding: Llama, Qwen2, Qwen3, GPT-2, or one of ours.
+DESCRIPTION = """Give a pretrained model another position encoding.
+
+The source is a Llama, Mistral, Phi-3, Qwen2, Qwen3, SmolLM3 or GPT-2, or a model of ours.
 
     whatwhere convert HuggingFaceTB/SmolLM2-135M --position-encoding pope --output models/pope
     whatwhere finetune models/pope --train-file mytext/*.txt --output runs/pope
 
 Weights of the source are kept, with the channels of queries and keys reordered where RoPE becomes PoPE. New parameters
-are learned by fine-tuning. `cope+rope` starts with the source's logits, if that has RoPE."""
+are learned by fine-tuning. `cope+rope` starts with the source's logits, if that has RoPE in all layers."""
 
 
 def parser() -> argparse.ArgumentParser:

@@ -55,6 +55,12 @@ def convert(
     config = _with_encoding(old, position_encoding, given, **scaling)
     before, after = layer_plan(old), layer_plan(config)
     changed = [i for i in range(config.num_hidden_layers) if _of(before[i], "rope") and _of(after[i], "pope")]
+    turned = [i for i, new in enumerate(after) if _of(before[i], "none") and (_of(new, "rope") or _of(new, "pope"))]
+    if turned and "rope" in old.encoding_names:
+        logger.warning(
+            f"position_encoding={position_encoding!r} rotates queries and keys of layers {turned}, which have no "
+            f"position encoding in the source. Its own is {old.position_encoding!r}."
+        )
     weights = dict(model.state_dict())
     if changed:
         rope = old.rope_parameters

@@ -1,9 +1,11 @@
-"""Loads the source of a conversion or a fine-tuning: checkpoints of ours, and stock Llama, Qwen2, Qwen3 and GPT-2.
+"""Loads the source of a conversion or a fine-tuning: checkpoints of ours, and stock models.
 
-Qwen's weights get the names of the Llama family: Qwen2 has biases on q, k and v (`attention_bias`), Qwen3 norms of
-queries and keys (`qk_norm`).
+Stock GPT-2 and Llama are read as they are. Mistral, Phi-3, Qwen2, Qwen3 and SmolLM3 become Llama-style models of ours:
+Phi-3's fused projections are split, Qwen2 has biases on q, k and v (`attention_bias`), Qwen3 norms of queries and keys
+(`qk_norm`), and SmolLM3 layers without RoPE (a list as `position_encoding`).
 """
 
+import dataclasses
 import re
 from typing import Any
 
@@ -15,10 +17,21 @@ from whatwhere import WhatWhereLlamaConfig, WhatWhereLlamaForCausalLM
 from ..evaluation.checkpoints import checked_loading
 from ..families import FAMILIES, model_class
 
+# Stock models that become Llama-style models of ours.
+CONVERTED = ("mistral", "phi3", "qwen2", "qwen3", "smollm3")
 # What quantised weights have beside their integers.
 _PARTS = re.compile("scale|SCB|absmax|quant|zero")
-# Fields of Qwen's configurations that say which layers have a sliding window.
-_WINDOWS = ("layer_types", "max_window_layers", "sliding_window", "use_sliding_window")
+# Fields of the configurations of these models that our configuration does not have: those that are read here, ...
+_READ = {"layer_types", "no_rope_layers", "sliding_window"}
+# ... and those that the stock models do not read themselves.
+_WITHOUT_EFFECT = {
+    "embd_pdrop",
+    "max_window_layers",
+    "no_rope_layer_interval",
+    # Transformers copies it to `rope_parameters`.
+    "original_max_position_embeddings",
+    "use_sliding_window",
+}
 
 
 def load_source(source: str) -> Any:
@@ -29,35 +42,89 @@ def load_source(source: str) -> Any:
         raise _quantised(source, f"quant_method={quantization.get('quant_method')!r}")
     if config.dtype is not None and config.dtype.itemsize < 2:
         raise _quantised(source, f"dtype={config.dtype}")
+    if not getattr(config, "is_causal", True):
+        raise ValueError(f"checkpoint={source!r} is not valid: is_causal={config.is_causal!r}. Allowed: True.")
     if (own := model_class(config)) is not None:
         return _load(own, source)
-    if config.model_type not in ("qwen2", "qwen3"):
-        kinds = ", ".join(map(repr, (*FAMILIES, *(f"whatwhere_{name}" for name in FAMILIES), "qwen2", "qwen3")))
+    if config.model_type not in CONVERTED:
+        kinds = ", ".join(map(repr, (*FAMILIES, *(f"whatwhere_{name}" for name in FAMILIES), *CONVERTED)))
         raise ValueError(
             f"checkpoint={source!r} is not valid: its model_type is {config.model_type!r}. Allowed: {kinds}."
         )
-    if "sliding_attention" in (config.layer_types or ()):
-        raise ValueError(f"checkpoint={source!r} is not valid: it has layers with a sliding window.")
+    translated = _translated(source, config)
     stock = _load(AutoModelForCausalLM, source)
-    fields = {key: value for key, value in config.to_dict().items() if key not in _WINDOWS}
-    weights = stock.state_dict()
-    fields["model_type"] = "llama"
-    if config.model_type == "qwen3":
-        fields |= {"qk_norm": True, "qk_norm_eps": config.rms_norm_eps}
-    else:
-        fields["attention_bias"] = True
-        for index in range(config.num_hidden_layers):
-            name = f"model.layers.{index}.self_attn.o_proj"
-            weights[f"{name}.bias"] = torch.zeros_like(weights[f"{name}.weight"][:, 0])
-    for name in [name for name in weights if name.endswith(("q_norm.weight", "k_norm.weight"))]:
-        heads = config.num_attention_heads if "q_norm" in name else config.num_key_value_heads
-        ours = name.replace(".q_norm.", ".options.query_norm.").replace(".k_norm.", ".options.key_norm.")
-        weights[ours] = weights.pop(name).expand(heads, -1).clone()
-    model = WhatWhereLlamaForCausalLM._from_config(WhatWhereLlamaConfig.from_dict(fields), dtype=stock.dtype)
-    model.load_state_dict(weights)
+    model = WhatWhereLlamaForCausalLM._from_config(translated, dtype=stock.dtype)
+    model.load_state_dict(_weights(stock))
     model.generation_config = stock.generation_config
     model.config._name_or_path = source
     return model
+
+
+def _translated(source: str, config: Any) -> WhatWhereLlamaConfig:
+    """Returns the configuration of the model of ours that computes what a stock one computes; or raises ValueError."""
+    fields = {field.name: field for field in dataclasses.fields(config)}
+    # A window acts in all layers, if there is no field that says in which.
+    window, length = config.sliding_window, config.max_position_embeddings
+    acts = "sliding_attention" in config.layer_types if "layer_types" in fields else window is not None
+    if acts and not (window or 0) >= length:
+        raise ValueError(
+            f"checkpoint={source!r} is not valid: its layers have a sliding window (sliding_window={window!r}), which "
+            f"models of ours do not have. Allowed: None, or at least max_position_embeddings={length!r}."
+        )
+    ours = {field.name for field in dataclasses.fields(WhatWhereLlamaConfig)} | {"rope_parameters"}
+    for name in fields.keys() - ours - _READ - _WITHOUT_EFFECT:
+        if (value := getattr(config, name)) != (default := fields[name].default):
+            raise ValueError(
+                f"checkpoint={source!r} is not valid: it has {name}={value!r}, and models of ours have no such field. "
+                f"Allowed: {default!r}."
+            )
+    kept = fields.keys() & ours - {"architectures"}
+    values = {name: value for name, value in config.to_dict().items() if name in kept}
+    # The models read it also where it is no field of their configuration.
+    values |= {"model_type": "llama", "head_dim": getattr(config, "head_dim", None)}
+    if config.model_type == "phi3":
+        # In Llama `partial_rotary_factor` has no effect without scaling.
+        values["model_type"] = WhatWhereLlamaConfig.model_type
+    if config.model_type == "qwen2":
+        values["attention_bias"] = True
+    if config.model_type == "qwen3":
+        values |= {"qk_norm": True, "qk_norm_eps": config.rms_norm_eps}
+    if config.model_type == "smollm3":
+        layers = config.no_rope_layers[: config.num_hidden_layers]
+        return WhatWhereLlamaConfig.from_dict(
+            values, position_encoding=_pattern(["rope" if rotated else "none" for rotated in layers])
+        )
+    return WhatWhereLlamaConfig.from_dict(values)
+
+
+def _pattern(names: list[str]) -> str | list[str]:
+    """Returns the shortest value of `position_encoding` for the encodings of all layers."""
+    lengths = [length for length in range(1, len(names) + 1) if len(names) % length == 0]
+    length = next(length for length in lengths if names[:length] * (len(names) // length) == names)
+    return names[0] if length == 1 else names[:length]
+
+
+def _weights(stock: Any) -> dict[str, torch.Tensor]:
+    """Returns the weights of a stock model under the names that they have in the model of ours."""
+    config, weights = stock.config, stock.state_dict()
+    heads, key_heads = config.num_attention_heads, config.num_key_value_heads
+    if config.model_type == "qwen2":
+        for index in range(config.num_hidden_layers):
+            name = f"model.layers.{index}.self_attn.o_proj"
+            weights[f"{name}.bias"] = torch.zeros_like(weights[f"{name}.weight"][:, 0])
+    for name in list(weights):
+        if name.endswith(("q_norm.weight", "k_norm.weight")):
+            ours = name.replace(".q_norm.", ".options.query_norm.").replace(".k_norm.", ".options.key_norm.")
+            weights[ours] = weights.pop(name).expand(heads if "q_norm" in name else key_heads, -1).clone()
+        elif name.endswith("qkv_proj.weight"):
+            fused = weights.pop(name)
+            width = fused.shape[0] // (heads + 2 * key_heads)
+            parts = fused.split([heads * width, key_heads * width, key_heads * width])
+            weights |= {name.replace("qkv_proj", f"{part}_proj"): one for part, one in zip("qkv", parts)}
+        elif name.endswith("gate_up_proj.weight"):
+            parts = weights.pop(name).chunk(2)
+            weights |= {name.replace("gate_up_proj", f"{part}_proj"): one for part, one in zip(("gate", "up"), parts)}
+    return weights
 
 
 def _load(cls: Any, source: str) -> Any:

@@ -30,7 +30,7 @@ import whatwhere
 
 from ..errors import Refused
 from ..processes import is_first_process
-from .rows import NO_TEXT, check_text, texts_of
+from .rows import NO_TEXT, about_conversations, check_text, texts_of
 from .tokenize import PIECE, cut, text_of
 
 OWN_TEXT = (
@@ -189,7 +189,9 @@ def _documents(file: str, text_field: str) -> Iterator[str]:
         for place, row in _parquet_rows(file, text_field) if file.endswith(".parquet") else _json_rows(file):
             if text_field not in row:
                 others = ", ".join(map(repr, row)) or "nothing"
-                raise Refused(f"{place} of {file!r} has no text_field={text_field!r}, but {others}.")
+                kind = "parquet" if file.endswith(".parquet") else "json"
+                hint = about_conversations(row, f"{kind!r}, data_files={file!r}")
+                raise Refused(f"{place} of {file!r} has no text_field={text_field!r}, but {others}.{hint}")
             try:
                 text = text_of({"text": row[text_field]})
                 if "\0" in text:

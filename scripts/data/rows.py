@@ -43,7 +43,7 @@ def read_hub(
     lazily = not streaming and re.search(r":\d", own + chosen) is not None
     files = {"data_files": data_files} if data_files else {}
     rows = datasets.load_dataset(dataset, config, split=name, streaming=streaming or lazily, **files)
-    rows = with_text(choose(choose(rows, own), chosen), text_field, f"dataset {dataset!r}")
+    rows = with_text(choose(choose(rows, own), chosen), text_field, dataset)
     return on_disk(map(text_of, rows)) if lazily else rows
 
 
@@ -117,12 +117,28 @@ def readable(rows: Iterable[R]) -> Iterator[R]:
         raise ValueError(f"the text cannot be read: {' '.join(str(error).split())}") from error
 
 
-def with_text(rows: Any, text_field: str, what: str) -> Any:
+def about_conversations(columns: Iterable[str], rows: str) -> str:
+    """Returns how to train on rows with these columns if they are conversations, for the end of a message, or nothing.
+
+    `rows` are the arguments of `datasets.load_dataset`.
+    """
+    if "messages" not in columns and not {"prompt", "completion"} <= {*columns}:
+        return ""
+    return (
+        " These rows are conversations: train on them with TRL's SFTTrainer (docs/chat.md):\n"
+        "    import datasets, transformers, trl, whatwhere\n"
+        "    model = transformers.AutoModelForCausalLM.from_pretrained('CHECKPOINT')\n"
+        f"    trl.SFTTrainer(model, train_dataset=datasets.load_dataset({rows})['train']).train()"
+    )
+
+
+def with_text(rows: Any, text_field: str, dataset: str) -> Any:
     """Renames the column of the documents to `text`; raises Refused if there is none."""
     columns = rows.column_names or list(next(iter(rows), {"text": ""}))
     if text_field not in columns:
         raise Refused(
-            f"text_field={text_field!r} is not valid: {what} has the columns {', '.join(map(repr, columns))}."
+            f"text_field={text_field!r} is not valid: dataset {dataset!r} has the columns "
+            f"{', '.join(map(repr, columns))}.{about_conversations(columns, repr(dataset))}"
         )
     return rows if text_field == "text" else rows.rename_column(text_field, "text")
 
