@@ -119,7 +119,7 @@ ENGINES: dict[str, Engine] = {
         "Inference",
         "quantised cache",
         '`model.generate(..., cache_implementation="quantized", cache_config={"backend": "quanto", "nbits": 4})`, '
-        "with optimum-quanto. Refused for encodings that cache numbers beside keys and values, which would lose too much.",
+        "with optimum-quanto. Refused for encodings that cache numbers beside keys and values: these need precision.",
         "works",
         dict.fromkeys(WITH_STATE, "refused"),
     ),
