@@ -54,15 +54,14 @@ ENGINES: dict[str, Engine] = {
     "vllm": Engine(
         "Serving",
         "vLLM",
-        "`vllm serve FOLDER --trust-remote-code`, with vLLM 0.32 and this package installed. `make test-vllm` makes an "
-        "environment and runs it there, on a CPU.",
+        "`vllm serve FOLDER --trust-remote-code`, with vLLM 0.32 and this package installed ([vLLM](#vllm)).",
         "works",
         test="tests/test_vllm.py::test_vllm_generates_what_generate_does",
     ),
     "sglang": Engine(
         "Serving",
         "SGLang",
-        "with `--model-impl transformers`.",
+        "with `--model-impl transformers` ([SGLang](#sglang)).",
         "refused",
         dict.fromkeys(PLAIN, "not run here"),
         "python -m sglang.launch_server --model-path FOLDER --model-impl transformers --trust-remote-code",
@@ -94,7 +93,8 @@ ENGINES: dict[str, Engine] = {
     "continuous_batching": Engine(
         "Serving",
         "continuous batching",
-        "`model.generate_batch(prompts, ...)`, or `transformers serve --continuous-batching`.",
+        "`model.generate_batch(prompts, ...)`, or `transformers serve --continuous-batching` "
+        "([continuous batching](#continuous-batching)).",
         "works",
     ),
     "serve": Engine(
@@ -119,7 +119,7 @@ ENGINES: dict[str, Engine] = {
         "Inference",
         "quantised cache",
         '`model.generate(..., cache_implementation="quantized", cache_config={"backend": "quanto", "nbits": 4})`, '
-        "with optimum-quanto. Refused where a token has a state in the cache, which is a sum of exact numbers.",
+        "with optimum-quanto. Refused for encodings that cache numbers beside keys and values: these need precision.",
         "works",
         dict.fromkeys(WITH_STATE, "refused"),
     ),
@@ -139,16 +139,16 @@ ENGINES: dict[str, Engine] = {
     "export": Engine(
         "Inference",
         "`torch.export`",
-        "`TorchExportableModuleForDecoderOnlyLM`, the way to ExecuTorch, with `eager` attention and a static cache; "
-        "prefill and decoding are one program. What is refused is exported with a wider cache, see below.",
+        "`TorchExportableModuleForDecoderOnlyLM`, with `eager` attention and a static cache. Encodings that it refuses "
+        "can be exported with a wider cache ([example](#export)).",
         "works",
         dict.fromkeys(WITH_STATE, "refused"),
     ),
     "onnx": Engine(
         "Inference",
         "ONNX Runtime",
-        "`transformers.exporters.OnnxExporter`, with `eager` attention and a cache: see "
-        "[the example](#onnx-runtime-and-openvino).",
+        "`transformers.exporters.OnnxExporter`, with `eager` attention and a cache "
+        "([example](#onnx-runtime-and-openvino)).",
         "works",
     ),
     "openvino": Engine(
@@ -160,22 +160,21 @@ ENGINES: dict[str, Engine] = {
     "torchao": Engine(
         "Inference",
         "torchao",
-        "`from_pretrained(..., quantization_config=TorchAoConfig(Int8WeightOnlyConfig()))`, and 4 bits. It leaves the "
-        "layers of the GPT-2 family as they are.",
+        "`from_pretrained(..., quantization_config=TorchAoConfig(Int8WeightOnlyConfig()))`, and 4 bits. It does not "
+        "quantise the layers of the GPT-2 family, and gives no warning.",
         "works",
     ),
     "bitsandbytes": Engine(
         "Inference",
         "bitsandbytes",
-        "`from_pretrained(..., quantization_config=BitsAndBytesConfig(load_in_4bit=True))`. It leaves what belongs to "
-        "encodings as it is.",
+        "`from_pretrained(..., quantization_config=BitsAndBytesConfig(load_in_4bit=True))`. The parameters "
+        "of encodings are not quantised.",
         "works",
     ),
     "trl_sft": Engine(
         "Training",
         "TRL: SFT",
-        "`SFTTrainer`: padded batches, `padding_free=True` and `packing=True` give the same losses and weights; "
-        "they do not need flash attention here.",
+        "`SFTTrainer`, also with `padding_free=True` and `packing=True`, which do not need flash attention here.",
         "works",
     ),
     "trl_dpo": Engine("Training", "TRL: DPO", "`DPOTrainer`, of all weights or with a `peft_config`.", "works"),
@@ -188,22 +187,21 @@ ENGINES: dict[str, Engine] = {
     "peft": Engine(
         "Training",
         "PEFT",
-        '`LoraConfig(target_modules="all-linear")`, also with `use_dora=True`, with encodings in `modules_to_save` '
-        "and with their tables in `target_parameters`.",
+        '`LoraConfig(target_modules="all-linear")`, also with `use_dora`, `modules_to_save` and `target_parameters`.',
         "works",
     ),
     "tensor_parallel": Engine(
         "Training",
         "tensor parallelism",
         "`from_pretrained(..., distributed_config=DistributedConfig(tp_size=2))`, or `distributed: {tp: 2}` in a "
-        "recipe, of the Llama family.",
+        "recipe; Llama family only.",
         "works",
         test="tests/test_model_parallel.py::test_two_ranks_equal_one",
     ),
     "pipeline_parallel": Engine(
         "Training",
         "pipeline parallelism",
-        "`from_pretrained(..., distributed_config=DistributedConfig(pp_size=2))`, of the Llama family, for inference.",
+        "`from_pretrained(..., distributed_config=DistributedConfig(pp_size=2))`; Llama family and inference only.",
         "works",
         test="tests/test_model_parallel.py::test_two_ranks_equal_one",
     ),
@@ -217,7 +215,8 @@ ENGINES: dict[str, Engine] = {
     "zero_3": Engine(
         "Training",
         "DeepSpeed ZeRO-3",
-        "`deepspeed.initialize(model=..., config=..., optimizer=...)`; it clips gradients to 1 unless told otherwise.",
+        "`deepspeed.initialize(model=..., config=..., optimizer=...)`. It clips gradients to a norm of 1 unless its "
+        "configuration sets `gradient_clipping`.",
         "works",
         test="tests/test_engines_training.py::test_zero_3",
     ),
@@ -252,21 +251,27 @@ def text() -> str:
 
 
 def _table(part: str) -> str:
-    engines = {name: engine for name, engine in ENGINES.items() if engine.part == part}
+    engines = [engine for engine in ENGINES.values() if engine.part == part]
+    cells: tuple[Cell, ...] = ("works", "refused", "not run here")
     rows = [
-        ["`position_encoding`", *(engine.title for engine in engines.values())],
-        ["---"] * (1 + len(engines)),
-        *(
-            [f"`{encoding}`", *(engine.cell(encoding) for engine in engines.values())]
-            for encoding in whatwhere.list_position_encodings()
-        ),
+        ["engine or mode", *cells],
+        ["---"] * (1 + len(cells)),
+        *([engine.title, *(_encodings(engine, cell) for cell in cells)] for engine in engines),
     ]
     lines = [f"### {part}", "", *("| " + " | ".join(row) + " |" for row in rows), ""]
-    for name, engine in engines.items():
-        elsewhere = f" To run it where the engine is: `{engine.elsewhere}`." if engine.elsewhere else ""
-        item = f"- **{engine.title}**: {engine.use} Tests: `{test_of(name)}`.{elsewhere}"
+    for engine in engines:
+        elsewhere = f" To run it yourself: `{engine.elsewhere}`." if engine.elsewhere else ""
+        item = f"- **{engine.title}**: {engine.use}{elsewhere}"
         lines += textwrap.wrap(item, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
     return "\n".join(lines) + "\n"
+
+
+def _encodings(engine: Engine, cell: Cell) -> str:
+    """Returns the encodings with this cell, as the table names them."""
+    names = [name for name in whatwhere.list_position_encodings() if engine.cell(name) == cell]
+    if len(names) == len(whatwhere.list_position_encodings()):
+        return "all"
+    return "all others" if cell == engine.default else ", ".join(f"`{name}`" for name in names)
 
 
 def test_of(name: str) -> str:

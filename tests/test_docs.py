@@ -133,10 +133,11 @@ def test_the_table_is_the_list():
 
 
 def test_the_table_of_engines_is_the_matrix():
-    # A cell without a test raises an error.
     _, _, after = PAGES["engines.md"].partition(engine_matrix.START)
     assert after.partition(engine_matrix.END)[0] == engine_matrix.text(), "run `make engines`"
-    for engine in engine_matrix.ENGINES.values():
+    for name, engine in engine_matrix.ENGINES.items():
+        # Without a test, this raises an error.
+        engine_matrix.test_of(name)
         cells = {engine.cell(encoding) for encoding in whatwhere.list_position_encodings()}
         assert ("not run here" in cells) == (engine.elsewhere is not None)
         assert set(engine.cells) <= set(whatwhere.list_position_encodings())

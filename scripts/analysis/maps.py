@@ -127,7 +127,13 @@ def measure(
     layers: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
 ) -> Maps:
-    """Runs a model, loaded with `attn_implementation="eager"`, on the ids (1, T) of tokens, and returns its maps.
+    """Runs a model on a text, and returns its gates, contextual positions and attention, without changing the model.
+
+    Args:
+        model: one of ours, with `eager` attention.
+        ids: of the tokens, int64 (1, T).
+        tokens: the text of each token.
+        layers, heads: indices of those to return; by default all that have the encoding.
 
     Raises:
         ValueError: the encoding has no contextual positions, or there is no such layer or head.

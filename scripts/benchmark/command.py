@@ -10,8 +10,8 @@ Parts: `attention` and `model`, with ratios to RoPE + SDPA (on a GPU its fastest
 minutes; the other options have no effect); `serving`, which compares vLLM, where it is installed, and `generate_batch`
 with `generate`.
 
-All rows are appended to --output (CSV); a provider without a time gets its reason. The exit code is 1 if a check
-failed. docs/kernels.md lists the providers, and says how they are checked and timed.
+All rows are appended to --output (CSV); a row without a time has the reason. The exit code is 1 if a check failed.
+docs/kernels.md lists the providers, and says how they are checked and timed.
 """
 
 import argparse

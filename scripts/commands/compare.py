@@ -4,7 +4,8 @@
 
 Prints tables, the differences of the recipes (not of speed, memory and logs), and what is not comparable. A score is
 compared with that of the first folder that has it. If the two were not measured in the same way (text, tokenizer,
-tokens, limits), it is marked, and the reason is printed. Windows on other tokens get a table and a figure of their own.
+tokens, limits), it is marked, and the reason is printed. Lengths that were measured on other tokens get a separate
+table and figure.
 """
 
 import hashlib

@@ -1,6 +1,6 @@
 """Checks the Triton kernels on this machine's GPU, then runs the benchmark: `make gpu-check`.
 
-    whatwhere gpu-check --minutes 8 --output FOLDER    # the same command again goes on where it stopped
+    whatwhere gpu-check --minutes 8 --output FOLDER    # run it again to continue
     whatwhere gpu-check --no-benchmark
     whatwhere gpu-check --case 'cope bfloat16 D=64 1x2/2x16384/16384 causal'    # one case of the check alone
     TRITON_INTERPRET=1 whatwhere gpu-check --device cpu    # tiny shapes, by Triton's interpreter

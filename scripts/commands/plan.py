@@ -22,9 +22,9 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("recipe", help="a YAML file, or the name of a shipped recipe")
     result.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="replace a key of the recipe")
     result.add_argument("--devices", type=int, default=1, metavar="N", help="the number of GPUs; default 1")
-    result.add_argument("--device-memory", type=float, metavar="GB", help="of a GPU: does the run fit?")
-    result.add_argument("--device", metavar="NAME", help="the GPU, such as H100: its peak bf16 FLOP/s, for the time")
-    result.add_argument("--device-tflops", type=float, metavar="N", help="instead of --device: peak TFLOP/s of a GPU")
+    result.add_argument("--device-memory", type=float, metavar="GB", help="memory of a GPU: says if the run fits")
+    result.add_argument("--device", metavar="NAME", help="the GPU, such as H100, to estimate the time")
+    result.add_argument("--device-tflops", type=float, metavar="N", help="peak bf16 TFLOP/s, instead of --device")
     result.add_argument(
         "--utilisation", type=float, default=0.4, metavar="X", help="fraction of the peak that is reached; default 0.4"
     )

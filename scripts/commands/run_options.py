@@ -52,7 +52,7 @@ def add_resume(parser: argparse.ArgumentParser) -> None:
         const=True,
         default=False,
         choices=["auto"],
-        help="continue, with the settings of --output; auto: or begin, or end if finished",
+        help="continue the run in --output with its settings; auto: start, continue, or do nothing if finished",
     )
     parser.add_argument(
         "--resume-from",

@@ -6,7 +6,7 @@ For layers that change from RoPE to PoPE, the channels of queries and keys are r
 theta^(-2 i / D) and theta^(-(2 i + 1) / D) if its own base is theta^(R / D), its default here. Pair i becomes these two
 channels, for i < R / 2. The other pairs, which turn slowest, become PoPE's plain channels (`partial_rotary_factor`),
 whose product does not depend on the distance; so do channels that RoPE does not rotate, and D is then the number of
-rotated ones. RoPE's sine terms and, with softplus, the signs are lost until training.
+rotated ones. The part of RoPE's logits with sines and, with softplus, the signs are lost until training.
 
 Axes: H query heads, G key heads, D head dim, E hidden size, R polar channels.
 """

@@ -1,4 +1,4 @@
-"""Length extrapolation: perplexity and bits per byte in windows of several lengths, on the same held-out text.
+"""Length extrapolation: perplexity and bits per byte at several lengths, on the same held-out text.
 
     whatwhere length demo/rope demo/pope demo/cope
     whatwhere length runs/mine openai-community/gpt2 --validation-file mytext/new.txt
@@ -9,9 +9,9 @@ By default, the text is what the runs held out from training, read again from wh
 
 --output gets length.json (length_CORPUS.json for a named corpus, length_CORPUS_SPLIT.json for another split than test,
 length_local_FILE.json for own files), and the figure as PNG and SVG. Each number is written when it is measured.
-Running the command again continues an interrupted measurement, adds new windows, checkpoints and variants, and repeats
-what was measured with other weights or settings. Measurements are also kept beside tokenised text (WHATWHERE_CACHE):
-another --output takes those with the same weights, text, settings and versions from there.
+Running the command again continues an interrupted measurement, measures new lengths, checkpoints and variants, and
+repeats what was measured with other weights or settings. Measurements are also kept beside tokenised text
+(WHATWHERE_CACHE): another --output takes those with the same weights, text, settings and versions from there.
 """
 
 import argparse
@@ -327,7 +327,7 @@ def _missing(
         filled, skipped = fillable(parts, windows)
         if skipped:
             _report(
-                f"{curve.name}: windows of {', '.join(map(str, skipped))} tokens are skipped, because the longest of "
+                f"{curve.name}: sequences of {', '.join(map(str, skipped))} tokens are skipped, because the longest of "
                 f"{len(parts)} texts has {max(map(len, parts)) - 1} tokens to score."
             )
         entry = results.entry(
@@ -365,10 +365,10 @@ def parser() -> argparse.ArgumentParser:
         help=f"lengths in tokens, or multiples of the trained length (default {DEFAULT_WINDOWS}; pg19: the paper's)",
     )
     result.add_argument("--trained-length", type=at_least_one, metavar="N", help="default: read from the checkpoint")
-    result.add_argument("--variants", metavar="NAME,...", help=f"add curves: {', '.join(variants.VARIANTS)}")
-    result.add_argument("--metric", default="perplexity", choices=METRICS, help="for table and figure")
+    result.add_argument("--variants", metavar="NAME,...", help=f"also with changes: {', '.join(variants.VARIANTS)}")
+    result.add_argument("--metric", default="perplexity", choices=METRICS, help="of table and figure")
     result.add_argument("--output", type=pathlib.Path, metavar="DIR", help="for results and figure")
-    result.add_argument("--tasks", choices=("ruler",), help="RULER's generated tasks instead of perplexity (ruler.py)")
+    result.add_argument("--tasks", choices=("ruler",), help="RULER's generated tasks instead of perplexity")
     result.add_argument("--samples", type=at_least_one, metavar="N", help="with --tasks: samples of each (default 100)")
     text = result.add_argument_group("text")
     add_own_text(text, "default: what the runs held out")
@@ -383,12 +383,12 @@ def parser() -> argparse.ArgumentParser:
         "--tokens",
         type=at_least_one,
         metavar="N",
-        help="tokens of each text (default all; for text that is not a named corpus 16 of the longest windows)",
+        help="tokens of each text (default all; for text that is not a named corpus 16 times the longest of --windows)",
     )
     text.add_argument(
         "--join",
         action=argparse.BooleanOptionalAction,
-        help=f"join all documents before cutting windows (default, except for {', '.join(SEPARATE_DOCUMENTS)})",
+        help=f"join all documents before cutting sequences (default, except for {', '.join(SEPARATE_DOCUMENTS)})",
     )
     add_loading(result)
     result.add_argument(

@@ -1,4 +1,4 @@
-"""Answer errors of checkpoints on toy tasks.
+"""Measure the error rates of checkpoints on toy tasks.
 
     whatwhere task runs/flip_flop
     whatwhere task runs/flip_flop --sets 'sparser={"ignore": 0.995}' --samples 10000

@@ -1,5 +1,7 @@
 """Loss of a language model in windows of one length: per token, per byte, and by the position within the window.
 
+A window is a sequence that is evaluated by itself; it has nothing to do with sliding-window attention.
+
 A text of N + 1 tokens is cut into disjoint windows of exactly n tokens, the remainder is dropped, and each window is
 scored separately (PoPE, Figure 2; CoPE, Figure 3). A window's inputs are tokens s .. s + n - 1, its targets tokens
 s + 1 .. s + n. The loss is the mean negative log-likelihood of all targets of all windows of all texts; perplexity is
@@ -69,7 +71,7 @@ def fillable(texts: Sequence[torch.Tensor], lengths: Sequence[int]) -> tuple[lis
     if not filled:
         raise ValueError(
             f"windows={min(lengths)!r} is not valid: the longest of {len(texts)} texts has {longest} tokens to score. "
-            "Use shorter windows, more tokens of each text (--tokens), or join documents (--join)."
+            "Use shorter lengths, more tokens of each text (--tokens), or join documents (--join)."
         )
     return filled, [length for length in lengths if length > longest]
 

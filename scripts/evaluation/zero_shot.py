@@ -343,7 +343,7 @@ def main(arguments: list[str] | None = None) -> None:
         metavar="N",
         help="requests in a batch, or auto for the largest that fits (default 8)",
     )
-    parser.add_argument("--output", type=pathlib.Path, metavar="DIR", help="default: one checkpoint's, or zero_shot/")
+    parser.add_argument("--output", type=pathlib.Path, metavar="DIR", help="default: the checkpoint's, or zero_shot/")
     parser.add_argument(
         "--print-task-folder", action="store_true", help="print the folder for lm_eval --include_path and exit"
     )

@@ -60,7 +60,9 @@ class FinetuneSettings(Checked):
     data: str = Field("stdlib", description="stdlib (default), hub, local, mixture, or a corpus such as pg19")
     dataset: str | None = Field(None, description="data set of --data hub")
     dataset_config: str | None = Field(None, description="its configuration")
-    splits: dict | None = Field(None, description="the source's part for each of our splits (scripts/data/source.py)")
+    splits: dict | None = Field(
+        None, description='splits of the data, such as {"train": "train[1000:]", "validation": "train[:1000]"}'
+    )
     mixture: Mixture | None = Field(None, description="several texts with weights, as data.mixture in a recipe")
     text_field: str = Field("text", description="column of the documents; default text")
     streaming: bool = Field(False, description="stream the training text")
