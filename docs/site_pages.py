@@ -1,6 +1,6 @@
 """Pages of the site that do not lie in docs/: a hook of MkDocs, named in mkdocs.yml.
 
-CONTRIBUTING.md, CHANGELOG.md and the cards of model_cards/ lie beside docs/. The page of the commands has the help of
+CONTRIBUTING.md, CHANGELOG.md, CITATION.cff and the cards of model_cards/ lie beside docs/. The page of the commands has the help of
 their parsers, the page of recipes has a shipped recipe with its comments.
 """
 
@@ -17,7 +17,7 @@ import whatwhere_cli
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 ANALYSES = ("frequencies", "deltas", "maps")
-BESIDE = ("CONTRIBUTING.md", "CHANGELOG.md")
+BESIDE = ("CONTRIBUTING.md", "CHANGELOG.md", "CITATION.cff")
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -34,7 +34,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Gives links that lead out of docs/ the place of their target in the site."""
     if page.file.src_uri in BESIDE:
         return re.sub(r"\]\(docs/", "](", markdown)
-    return re.sub(r"\]\(\.\./(?=model_cards/|CONTRIBUTING|CHANGELOG)", "](", markdown)
+    return re.sub(r"\]\(\.\./(?=model_cards/|CONTRIBUTING|CHANGELOG|CITATION)", "](", markdown)
 
 
 def commands() -> str:
