@@ -1,6 +1,6 @@
 """Pages of the site that do not lie in docs/: a hook of MkDocs, named in mkdocs.yml.
 
-CONTRIBUTING.md, CHANGELOG.md, CITATION.cff and the cards of model_cards/ lie beside docs/. The page of the commands has the help of
+CONTRIBUTING.md, CHANGELOG.md, CITATION.cff and model_cards/ lie beside docs/. The page of the commands has the help of
 their parsers, the page of recipes has a shipped recipe with its comments.
 """
 
