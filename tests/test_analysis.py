@@ -409,6 +409,7 @@ def test_figures_of_the_same_numbers_are_the_same_bytes(tmp_path):
 def figures(monkeypatch):
     """The figures that would be saved, by the name of their files."""
     saved = {}
+    monkeypatch.setattr("whatwhere.scripts.evaluation.figures.save_png", lambda figure, path: None)
     monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: saved.update({pathlib.Path(path).stem: figure}))
     return saved
 
@@ -517,7 +518,7 @@ def test_frequencies_from_the_command_line(checkpoints, tmp_path, capsys):
     script.main([*arguments, "--validation-file", str(texts), "--text-field", "body"])
     printed = capsys.readouterr().out
     assert "| pope | keys | 0." in printed
-    assert "Text: texts.jsonl; documents: 2." in printed
+    assert "Text: texts.jsonl, 2 documents." in printed
     assert "text: texts.jsonl" in (tmp_path / "frequencies.svg").read_text()
     content = json.loads((tmp_path / "frequencies.json").read_text())
     assert content["texts"]["count"] == 2

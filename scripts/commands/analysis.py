@@ -66,8 +66,9 @@ def run_frequencies(options: argparse.Namespace, loading: Loading, origin: dict[
         entries.append({**describe(checkpoint, model.config), **found})
     content = {"texts": {"source": source, "count": len(documents)}, "checkpoints": entries, **origin}
     write_json(options.output / "frequencies.json", content)
-    frequencies.draw(entries, options.output / "frequencies", text=source)
-    return f"{frequencies.table(entries)}\nText: {source}; documents: {len(documents)}."
+    text = f"{source}, {len(documents)} document" + "s" * (len(documents) > 1)
+    frequencies.draw(entries, options.output / "frequencies", text=text)
+    return f"{frequencies.table(entries)}\nText: {text}."
 
 
 def run_deltas(options: argparse.Namespace, loading: Loading, origin: dict[str, Any]) -> str:
@@ -105,7 +106,7 @@ def run_maps(options: argparse.Namespace, loading: Loading, origin: dict[str, An
     (options.output / "maps.html").write_text(content, encoding="utf-8")
     save_file({kind: getattr(found, kind) for kind in maps.KINDS}, options.output / "maps.safetensors")
     for kind in maps.KINDS:
-        maps.draw(found, kind, options.output / kind, name=about["name"], text=source)
+        maps.draw(found, kind, options.output / kind, name=about["name"], text=f"{source}, {len(tokens)} tokens")
     first = found.most_selective()
     return (
         f"{maps.table(summary)}\nText: {source}.\n"
