@@ -435,6 +435,17 @@ def check_texts_are_inside(figure):
         assert not one.get_window_extent(renderer).count_overlaps(panels), one
 
 
+def test_help_explains_every_column_and_file(capsys):
+    with pytest.raises(SystemExit):
+        script.main(["--help"])
+    text = capsys.readouterr().out
+    usage = frequencies.usage("rope", torch.ones(2), [0], torch.ones(1, 2), torch.ones(1, 2), 1)
+    own = deltas.read(model_of("llama", "pope"))
+    (summary,) = some_maps(layers=1, heads=1, tokens=["a", "b"]).summary()
+    for word in (*usage, *own, *summary, *maps.KINDS, "boundaries", "token_ids", "last_position", "summary"):
+        assert re.search(rf"\b{word}\b", text), word
+
+
 NAME = "a_name_that_is_as_long_as_those_of_runs_with_many_words_in_them"
 
 

@@ -1,4 +1,4 @@
-"""What figures share: colours and markers of systems, ticks, and files that the same numbers give again."""
+"""What figures share: colours and markers of systems, ticks, and files of the same bytes."""
 
 import itertools
 import json
@@ -28,7 +28,7 @@ def test_no_two_systems_look_the_same():
 def test_an_encoding_looks_the_same_in_any_company():
     for order in itertools.permutations(["cope", "pope", None, "pope"]):
         styles = figures.line_styles(order)
-        first = {encoding: style for encoding, style in reversed(list(zip(order, styles)))}
+        first = dict(reversed(list(zip(order, styles))))
         for encoding in ("cope", "pope"):
             assert (first[encoding]["color"], first[encoding]["marker"]) == figures.ENCODINGS[encoding]
 

@@ -1,4 +1,4 @@
-"""What all figures share: colours and markers of systems, ticks, legends, and files that the same numbers give again."""
+"""What all figures share: colours and markers of systems, ticks, legends, and files of the same bytes."""
 
 import io
 import itertools
