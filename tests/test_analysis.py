@@ -441,7 +441,7 @@ def test_help_explains_every_column_and_file(capsys):
     text = capsys.readouterr().out
     usage = frequencies.usage("rope", torch.ones(2), [0], torch.ones(1, 2), torch.ones(1, 2), 1)
     own = deltas.read(model_of("llama", "pope"))
-    (summary,) = some_maps(layers=1, heads=1, tokens=["a", "b"]).summary()
+    (summary,) = some_maps(layers=1, heads=1).summary()
     for word in (*usage, *own, *summary, *maps.KINDS, "boundaries", "token_ids", "last_position", "summary"):
         assert re.search(rf"\b{word}\b", text), word
 
