@@ -112,6 +112,14 @@ def test_links_lead_somewhere():
             assert target.startswith("https://") or (folder / target).exists(), (page, target)
 
 
+def test_the_example_page_is_small_and_of_no_machine():
+    path = ROOT / "docs" / "maps_example.html"
+    assert path.stat().st_size < 1_000_000
+    text = path.read_text(encoding="utf-8")
+    assert "What <span" in text
+    assert not re.search(r"/(home|root|tmp|work|Users)/", text)
+
+
 def test_the_table_is_the_list():
     rows = re.findall(r"^\| `(.+?)` \| (.*?) \| (.*?) \| (.*?) \|$", PAGES["encodings.md"], flags=re.MULTILINE)
     expected = [
