@@ -22,7 +22,8 @@ deltas: the learned phase shifts of a PoPE model, with their mean and their rang
 
 maps: gates, positions and position attention on a text (CoPE, Figures 4 and 6), for cope, sums with cope, cope_alibi,
 cope_mlp and token_gated_cope, on the first --tokens tokens of a short English article, or of the first document of
---validation-file. maps.html opens without a server: hovering over a token shows which tokens it counts.
+--validation-file; of all layers and heads, or those of --layers and --heads. maps.html opens without a server: hovering
+over a token shows which tokens it counts.
   table, by layer and head: gate (the mean over all queries and the keys that they see), gate_newline, gate_heading and
     gate_other (the mean over keys with a newline, over first keys of a section's title, and over the rest; empty if
     there are none), gate_deviation (the standard deviation of the mean gates of keys: high if some tokens are counted
