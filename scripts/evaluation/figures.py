@@ -62,7 +62,7 @@ def line_styles(encodings: Sequence[Any]) -> list[dict[str, Any]]:
 
 def beside(lengths: Sequence[float], index: int, count: int) -> list[float]:
     """Returns lengths moved by less than a tenth of an octave, so that the error bars of `count` systems are apart."""
-    return [length * 2 ** (0.18 * (index / (count - 1) - 0.5)) if count > 1 else length for length in lengths]
+    return [length * 2 ** (0.12 * (index / (count - 1) - 0.5)) if count > 1 else length for length in lengths]
 
 
 def length_axis(axes: Any) -> None:
