@@ -409,7 +409,7 @@ def test_figures_of_the_same_numbers_are_the_same_bytes(tmp_path):
 def figures(monkeypatch):
     """The figures that would be saved, by the name of their files."""
     saved = {}
-    monkeypatch.setattr("whatwhere.scripts.evaluation.figures.save_png", lambda figure, path: None)
+    monkeypatch.setattr("whatwhere.scripts.evaluation.figures.save_png", lambda figure, path, palette: None)
     monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: saved.update({pathlib.Path(path).stem: figure}))
     return saved
 

@@ -113,7 +113,7 @@ def draw(entries: Sequence[dict[str, Any]], stem: str | pathlib.Path, *, text: s
             every = max(1, len(entry["layers"]) // 12)
             axes.set_xticks(range(0, len(entry["layers"]), every), [str(i) for i in entry["layers"][::every]])
             axes.set_xlabel("layer")
-    return save_figure(figure, stem)
+    return save_figure(figure, stem, palette=False)
 
 
 def table(entries: Sequence[dict[str, Any]]) -> str:

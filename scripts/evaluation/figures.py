@@ -106,23 +106,27 @@ def wrapped(text: str, width: float) -> str:
     return "\n".join(textwrap.wrap(text, max(1, int(11 * width))))
 
 
-def save_png(figure: Any, path: pathlib.Path, *, dpi: int = 150) -> None:
-    """Writes a figure as a PNG file with a palette, a third as large; the same figure gives the same bytes."""
+def save_png(figure: Any, path: pathlib.Path, *, dpi: int = 150, palette: bool = True) -> None:
+    """Writes a figure as a PNG file; the same figure gives the same bytes.
+
+    With `palette`, it has 256 colours, which is enough for lines, and is a third as large.
+    """
     from PIL import Image
 
     drawn = io.BytesIO()
     figure.savefig(drawn, format="png", dpi=dpi, metadata={"Software": None})
     with Image.open(drawn) as image:
-        image.convert("RGB").quantize(colors=256).save(path, optimize=True)
+        colours = image.convert("RGB")
+        (colours.quantize(colors=256) if palette else colours).save(path, optimize=True)
 
 
-def save_figure(figure: Any, stem: str | pathlib.Path) -> list[pathlib.Path]:
-    """Writes `stem`.png and `stem`.svg and returns their paths; the same figure gives the same bytes."""
+def save_figure(figure: Any, stem: str | pathlib.Path, *, palette: bool = True) -> list[pathlib.Path]:
+    """Writes `stem`.png (see `save_png`) and `stem`.svg, and returns their paths; both of the same bytes each time."""
     import matplotlib
 
     paths = [pathlib.Path(f"{stem}.{ending}") for ending in ("png", "svg")]
     paths[0].parent.mkdir(parents=True, exist_ok=True)
-    save_png(figure, paths[0])
+    save_png(figure, paths[0], palette=palette)
     # No date and no random ids.
     with matplotlib.rc_context({"svg.hashsalt": "whatwhere"}):
         figure.savefig(paths[1], metadata={"Date": None})
