@@ -101,7 +101,8 @@ def remove_numbered_figures(stem: pathlib.Path, kept: Sequence[pathlib.Path]) ->
 def styles(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns the options of each entry's line: the colour of the encoding, or another one, and dashes for variants."""
     # Of two models with one encoding, the one with the shorter name has its colour, in whichever order they are given.
-    order = sorted(range(len(entries)), key=lambda index: (len(entries[index]["name"]), entries[index]["name"]))
+    keys = [(bool(entry["variant"]), len(entry["name"]), entry["name"]) for entry in entries]
+    order = sorted(range(len(entries)), key=lambda index: keys[index])
     encodings = [None if entries[index]["variant"] else entries[index]["position_encoding"] for index in order]
     found = dict(zip(order, line_styles(encodings)))
     return [

@@ -67,8 +67,8 @@ def draw(report: Mapping[str, Any], path: Path) -> None:
             if survival:
                 axes.step(x, y, where="post", label=label, **style)
             else:
-                x = beside(x, number, len(lines))
-                axes.errorbar(x, y, yerr=errors, capsize=2, label=label, elinewidth=1, **style)
+                places = beside(x, number, len(lines))
+                axes.errorbar(places, y, yerr=errors, capsize=2, label=label, elinewidth=1, **style)
         if not survival:
             length_axis(axes)
             axes.set_yscale("log")
