@@ -35,7 +35,7 @@ interrupted runs are continued. The report is written to OUTPUT/<TABLE>[_small].
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
     result = command_parser("reproduce", "TABLE [OPTIONS]", DESCRIPTION)
-    result.add_argument("table", choices=TITLES, metavar="TABLE", help="a name of the list above")
+    result.add_argument("table", choices=[*TABLES, "conversion"], metavar="TABLE", help="a name of the list above")
     result.add_argument("--small", action="store_true", help="the small recipes")
     result.add_argument("--seeds", type=int, metavar="N", help="runs per system; default: as in the table")
     result.add_argument("--rows", nargs="+", metavar="ROW", help="only these rows; --dry-run lists all names")
