@@ -409,6 +409,7 @@ def test_figures_of_the_same_numbers_are_the_same_bytes(tmp_path):
 def figures(monkeypatch):
     """The figures that would be saved, by the name of their files."""
     saved = {}
+    monkeypatch.setattr("whatwhere.scripts.evaluation.figures.save_png", lambda figure, path, palette: None)
     monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: saved.update({pathlib.Path(path).stem: figure}))
     return saved
 
@@ -432,6 +433,17 @@ def check_texts_are_inside(figure):
     panels = [axes.get_tightbbox(renderer) for axes in figure.axes]
     for one in (*figure.legends, *figure.texts):
         assert not one.get_window_extent(renderer).count_overlaps(panels), one
+
+
+def test_help_explains_every_column_and_file(capsys):
+    with pytest.raises(SystemExit):
+        script.main(["--help"])
+    text = capsys.readouterr().out
+    usage = frequencies.usage("rope", torch.ones(2), [0], torch.ones(1, 2), torch.ones(1, 2), 1)
+    own = deltas.read(model_of("llama", "pope"))
+    (summary,) = some_maps(layers=1, heads=1).summary()
+    for word in (*usage, *own, *summary, *maps.KINDS, "boundaries", "token_ids", "last_position", "summary"):
+        assert re.search(rf"\b{word}\b", text), word
 
 
 NAME = "a_name_that_is_as_long_as_those_of_runs_with_many_words_in_them"
@@ -517,7 +529,7 @@ def test_frequencies_from_the_command_line(checkpoints, tmp_path, capsys):
     script.main([*arguments, "--validation-file", str(texts), "--text-field", "body"])
     printed = capsys.readouterr().out
     assert "| pope | keys | 0." in printed
-    assert "Text: texts.jsonl; documents: 2." in printed
+    assert "Text: texts.jsonl, 2 documents." in printed
     assert "text: texts.jsonl" in (tmp_path / "frequencies.svg").read_text()
     content = json.loads((tmp_path / "frequencies.json").read_text())
     assert content["texts"]["count"] == 2

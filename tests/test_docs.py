@@ -117,6 +117,23 @@ def test_links_lead_somewhere():
             assert target.startswith("https://") or (folder / target).exists(), (page, target)
 
 
+def test_the_diagram_of_a_forward_pass_names_files_that_exist():
+    spec = importlib.util.spec_from_file_location("diagrams", ROOT / "docs" / "diagrams.py")
+    diagrams = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(diagrams)
+    names = {name for files, *_ in diagrams.BOXES.values() for name in files} - {"..."}
+    assert [name for name in names if not (ROOT / "modeling" / name).is_file()] == []
+    assert {name for arrow in diagrams.ARROWS for name in arrow} == set(diagrams.BOXES)
+
+
+def test_the_example_page_is_small_and_of_no_machine():
+    path = ROOT / "docs" / "maps_example.html"
+    assert path.stat().st_size < 1_000_000
+    text = path.read_text(encoding="utf-8")
+    assert "What <span" in text
+    assert not re.search(r"/(home|root|tmp|work|Users)/", text)
+
+
 def test_the_table_is_the_list():
     rows = re.findall(r"^\| `(.+?)` \| (.*?) \| (.*?) \| (.*?) \|$", PAGES["encodings.md"], flags=re.MULTILINE)
     expected = [

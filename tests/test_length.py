@@ -18,6 +18,7 @@ from whatwhere.scripts.data.tokenize import build_tokenizer, train_bpe
 from whatwhere.scripts.evaluation import kept, length_report, variants, windows
 from whatwhere.scripts.evaluation import length as script
 from whatwhere.scripts.evaluation.checkpoints import Loading, check_vocabulary, longest_length, trained_length_of
+from whatwhere.scripts.evaluation.data_description import measured_text
 from whatwhere.scripts.evaluation.results import read_results
 from whatwhere.scripts.evaluation.schema import Cell
 from whatwhere.scripts.processes import Processes
@@ -308,7 +309,7 @@ def test_multiples_of_the_trained_length(root, run, tmp_path, capsys):
     figures = {ending: (tmp_path / f"length_local_code.{ending}").read_bytes() for ending in ("png", "svg")}
     assert figures["png"].startswith(b"\x89PNG")
     # The same numbers draw the same bytes.
-    title = "code, validation split"
+    title = measured_text(content["data"], content["checkpoints"])
     length_report.draw(content["checkpoints"], tmp_path / "again", title=title, metric="bits_per_byte")
     assert {ending: (tmp_path / f"again.{ending}").read_bytes() for ending in ("png", "svg")} == figures
 

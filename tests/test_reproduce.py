@@ -559,6 +559,14 @@ def pretend_own(run, test, lengths):
     (run.folder / "length_pg19.json").write_text(json.dumps(content))
 
 
+def test_help_says_what_each_table_is(capsys):
+    with pytest.raises(SystemExit):
+        script.main(["--help"])
+    text = capsys.readouterr().out
+    for name, title in {**{name: table.title for name, table in TABLES.items()}, "conversion": "A model"}.items():
+        assert re.search(rf"^  {name} +{re.escape(title)}", text, flags=re.MULTILINE), name
+
+
 def test_report_of_our_table(tmp_path, capsys):
     """Rows, seeds and lengths may be missing; differences are those of the seeds that both rows have."""
     planned = plan(TABLES["length_extrapolation"], output=tmp_path, small=True)

@@ -64,4 +64,4 @@ def draw(entry: dict[str, Any], stem: str | pathlib.Path) -> list[pathlib.Path]:
         axes.axvline(layer * heads - 0.5, color="white", linewidth=1)
     axes.set_xticks([layer * heads + (heads - 1) / 2 for layer in range(layers)], [str(i) for i in entry["layers"]])
     axes.set_xlabel(f"layer, {heads} {'head' if heads == 1 else 'heads'} each")
-    return save_figure(figure, stem)
+    return save_figure(figure, stem, palette=False)

@@ -97,20 +97,23 @@ def measure(model: Any, tokenizer: Any, texts: Sequence[str]) -> dict[str, Any]:
 def draw(entries: Sequence[dict[str, Any]], stem: str | pathlib.Path, *, text: str) -> list[pathlib.Path]:
     """Draws heatmaps, one row of queries and keys per checkpoint, into `stem`.png and `stem`.svg; returns the paths.
 
-    `text` is the name of the text.
+    Checkpoints of the same kind have one colour scale. `text` is the name of the text.
     """
     figure = new_figure(9, 1 + 3.6 * len(entries))
     figure.suptitle(wrapped(f"text: {text}", 8.0), fontsize="medium")
     grid = figure.subplots(len(entries), 2, squeeze=False)
     for row, entry in zip(grid, entries):
+        # Norms of planes of two channels, and magnitudes of single ones, are not compared.
+        same = [one for one in entries if one["kind"] == entry["kind"]]
+        top = max(norm for one in same for side in ("queries", "keys") for norms in one[side] for norm in norms)
         for axes, side in zip(row, ("queries", "keys")):
             norms = torch.tensor(entry[side], dtype=torch.float64).T
             title = f"{entry['name']}: {side} ({entry['kind']})"
-            draw_heatmap(axes, norms, entry["wavelengths"], label="mean norm", title=title, vmin=0)
+            draw_heatmap(axes, norms, entry["wavelengths"], label="mean norm", title=title, vmin=0, vmax=top)
             every = max(1, len(entry["layers"]) // 12)
             axes.set_xticks(range(0, len(entry["layers"]), every), [str(i) for i in entry["layers"][::every]])
             axes.set_xlabel("layer")
-    return save_figure(figure, stem)
+    return save_figure(figure, stem, palette=False)
 
 
 def table(entries: Sequence[dict[str, Any]]) -> str:

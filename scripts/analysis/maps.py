@@ -273,7 +273,7 @@ def draw(maps: Maps, kind: str, stem: str | pathlib.Path, *, name: str, text: st
     figure.suptitle(wrapped(title, figure.get_figwidth() - 0.5), fontsize="medium")
     label = "weight / largest weight of the row" if kind.endswith("attention") else TITLES[kind]
     figure.colorbar(image, ax=axes, label=label, shrink=0.8)
-    return save_figure(figure, stem)
+    return save_figure(figure, stem, palette=False)
 
 
 def printable(token: str) -> str:

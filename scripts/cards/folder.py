@@ -3,7 +3,6 @@
 import contextlib
 import os
 import pathlib
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,8 +13,9 @@ from ...model_card import NO_RESULTS
 from ..conversion.record import RECORD, card_metadata
 from ..evaluation.checkpoints import checked_loading
 from ..evaluation.curves import curves_figure
-from ..evaluation.data_description import curves_title, loss_unit, text_of
-from ..evaluation.length_report import draw as draw_length
+from ..evaluation.data_description import curves_title, loss_unit, measured_text
+from ..evaluation.figures import save_png
+from ..evaluation.length_report import figure_of
 from ..evaluation.results import read_json, results_of
 from ..processes import is_first_process
 from ..writing import write_text
@@ -51,7 +51,7 @@ def write_card(folder: str | pathlib.Path, *, name: str | None = None) -> pathli
     compared = _compared(folder, f"{first}.json", results[first]) if about and first else []
     figure = first or ("curves" if about and "curves" in results else None)
     if about and figure:
-        _draw(folder, figure, results, compared)
+        _draw(folder, figure, results, compared, config.position_encoding)
     path = folder / "README.md"
     has_tokenizer = about["tokenizer"] if about else (folder / "tokenizer_config.json").is_file()
     card = model_card(
@@ -118,22 +118,22 @@ def _compared(folder: pathlib.Path, name: str, own: Mapping[str, Any]) -> list[d
     return found
 
 
-def _draw(folder: pathlib.Path, name: str, results: Mapping[str, Any], compared: Sequence[Mapping[str, Any]]) -> None:
+def _draw(
+    folder: pathlib.Path,
+    name: str,
+    results: Mapping[str, Any],
+    compared: Sequence[Mapping[str, Any]],
+    encoding: Any,
+) -> None:
     """Draws the figure of a card into its folder, replacing all PNG files there, reproducibly."""
-    from PIL import Image
-
     for path in folder.glob("*.png"):
         path.unlink()
-    path, content = folder / f"{name}.png", results[name]
-    with tempfile.TemporaryDirectory() as drafts:
-        draft = pathlib.Path(drafts) / path.name
-        if name == "curves":
-            training = results["results"]
-            drawn = curves_figure({"": content}, title=curves_title(training), unit=loss_unit(training))
-            drawn.savefig(draft, dpi=100, metadata={"Software": None})
-        else:
-            own = [{**entry, "name": folder.name} for entry in content["checkpoints"]]
-            draw_length([*own, *map(dict, compared)], draft.with_suffix(""), title=text_of(content["data"]))
-        # A palette suffices for lines, and makes the file a third as large.
-        with Image.open(draft) as image:
-            image.convert("RGB").quantize(colors=64).save(path, optimize=True)
+    content = results[name]
+    if name == "curves":
+        training = results["results"]
+        about = {"title": curves_title(training), "unit": loss_unit(training)}
+        save_png(curves_figure({"": content}, [encoding], **about), folder / f"{name}.png", dpi=100)
+        return
+    own = [{**entry, "name": folder.name} for entry in content["checkpoints"]]
+    title = measured_text(content["data"], own)
+    save_png(figure_of([*own, *map(dict, compared)], title=title), folder / f"{name}.png")

@@ -261,7 +261,8 @@ def main(arguments: list[str] | None = None) -> None:
             title += " (not comparable: other text or tokenizer)" * marked
             units = {loss_unit(run.training) for run in runs if run.name in curves}
             unit = units.pop() if len(units) == 1 else "token"
-            paths += save_figure(curves_figure(curves, title=title, unit=unit), options.output / "curves")
+            encodings = [run.encoding for run in runs if run.name in curves]
+            paths += save_figure(curves_figure(curves, encodings, title=title, unit=unit), options.output / "curves")
         for stem, (title, entries) in by_length.items():
             paths += draw(entries, options.output / stem, title=title)
         for stem in by_length:

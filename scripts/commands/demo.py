@@ -99,7 +99,7 @@ def train(folders: dict[str, pathlib.Path], overrides: list[str]) -> None:
 def measure_lengths(folders: list[pathlib.Path], output: pathlib.Path) -> None:
     """Measures all checkpoints on the same tokens; writes the comparison, and each checkpoint's part to its folder."""
     from ..evaluation import length, length_report
-    from ..evaluation.data_description import text_of
+    from ..evaluation.data_description import measured_text
 
     arguments = [*map(str, folders), "--output", str(output), "--metric", "bits_per_byte"]
     (output / "length.json").unlink(missing_ok=True)
@@ -107,7 +107,7 @@ def measure_lengths(folders: list[pathlib.Path], output: pathlib.Path) -> None:
     for folder in folders:
         results.write(folder, own=True)
         own = [entry for entry in results.checkpoints if entry["name"] == folder.name]
-        length_report.draw(own, folder / "length", title=text_of(results.data))
+        length_report.draw(own, folder / "length", title=measured_text(results.data, own))
 
 
 def run_lm_eval(folder: pathlib.Path, origin: dict[str, Any]) -> None:

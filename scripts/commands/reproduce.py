@@ -13,14 +13,20 @@ from ..reproduction.tables import TABLES, Table
 from ..training.plan import estimate_seconds
 from ..writing import check_writable
 
+# What each table is, by its name.
+TITLES = {name: table.title for name, table in TABLES.items()}
+TITLES["conversion"] = "A model with RoPE, converted to other encodings and trained on"
+
+_LINES = "\n".join(f"  {name:<22}{title}" for name, title in TITLES.items())
+
 DESCRIPTION = f"""Train the models of a table, and compare our results with the paper's, or the table's systems.
 
 On a laptop:  whatwhere reproduce cope_2 --small
 On GPUs:      accelerate launch -m whatwhere reproduce cope_2
 
-Tables of CoPE (2405.18719) and PoPE (2509.10534):
-{", ".join(name for name, table in TABLES.items() if not table.is_own)}
-Our own: {", ".join(name for name, table in TABLES.items() if table.is_own)}, conversion
+Tables of CoPE and PoPE, by their numbers in the papers, and our own:
+
+{_LINES}
 
 Each run is trained as by `whatwhere train` in OUTPUT/<recipe>/<row>[-<variant>]-seed<k>. Finished runs are reused,
 interrupted runs are continued. The report is written to OUTPUT/<TABLE>[_small].md and .json."""
@@ -29,8 +35,7 @@ interrupted runs are continued. The report is written to OUTPUT/<TABLE>[_small].
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
     result = command_parser("reproduce", "TABLE [OPTIONS]", DESCRIPTION)
-    tables = [*TABLES, "conversion"]
-    result.add_argument("table", choices=tables, metavar="TABLE", help="cope_<n>, pope_<n>: number <n> in the paper")
+    result.add_argument("table", choices=[*TABLES, "conversion"], metavar="TABLE", help="a name of the list above")
     result.add_argument("--small", action="store_true", help="the small recipes")
     result.add_argument("--seeds", type=int, metavar="N", help="runs per system; default: as in the table")
     result.add_argument("--rows", nargs="+", metavar="ROW", help="only these rows; --dry-run lists all names")

@@ -2,10 +2,10 @@
 
 import json
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .figures import new_figure, wrapped
+from .figures import line_styles, new_figure, number_ticks, wrapped
 
 # Maximum number of points of a curve.
 POINTS = 100
@@ -28,21 +28,24 @@ def read_curves(path: pathlib.Path) -> dict[str, Any]:
     }
 
 
-def curves_figure(runs: Mapping[str, Mapping[str, Any]], *, title: str, unit: str) -> Any:
+def curves_figure(runs: Mapping[str, Mapping[str, Any]], encodings: Sequence[Any], *, title: str, unit: str) -> Any:
     """Returns a figure of training and validation loss against steps, from the curves of runs by their names.
 
-    `title` names the texts, and `unit` is what the loss is per.
+    `encodings` are those of the runs, `title` names the texts, and `unit` is what the loss is per.
     """
     several = len(runs) > 1
     figure = new_figure(6.4, 3.6)
     axes = figure.add_subplot()
-    for index, (name, curves) in enumerate(runs.items()):
-        for key, style in (("training", {"linewidth": 1.2}), ("validation", {"marker": "o", "markersize": 4})):
+    for (name, curves), line in zip(runs.items(), line_styles(encodings)):
+        # Pale, since it is noisy.
+        training = {**line, "linestyle": "-", "marker": None, "alpha": 0.5}
+        validation = {**line, "linestyle": "--", "linewidth": 1.2, "markersize": 4.5}
+        for key, style in (("training", training), ("validation", validation)):
             if rows := curves[key]:
-                # A colour for each run, or for each curve of a single one.
-                line = {**style, "color": f"C{index % 10}", "linestyle": "-" if key == "training" else "--"}
                 values = [row["step"] for row in rows], [row["loss"] for row in rows]
-                axes.plot(*values, label=f"{name}, {key}" if several else key, **(line if several else style))
+                axes.plot(*values, label=f"{name}, {key}" if several else key, **style)
+    for axis in (axes.xaxis, axes.yaxis):
+        number_ticks(axis)
     axes.set_title(wrapped(title, 5.6), fontsize="medium")
     axes.set_xlabel("optimiser steps")
     axes.set_ylabel(f"loss (nats per predicted {unit})")

@@ -44,7 +44,7 @@ from .checkpoints import (
     trained_length_of,
     weights_of,
 )
-from .data_description import UNNAMED, measured_text, text_of
+from .data_description import UNNAMED, measured_text
 from .kept import file_of
 from .length_report import METRICS, comparable, draw, heading, label, remove_numbered_figures, scored_bytes, table
 from .results import provenance, read_json
@@ -461,10 +461,10 @@ def run(options: argparse.Namespace, origin: dict[str, Any]) -> LengthResults:
                 if any(group[0].get("changed_documents") for group in (entries, groups[0])):
                     what = "text, because a tokenizer changes it"
             print(f"\nOther {what}, so {METRICS[metric]} cannot be compared with the values above:\n")
-        title = heading(entries, measured_text(results.data, entries), metric=metric)
-        print(f"{title}:\n\n{table(entries, metric=metric)}")
+        title = measured_text(results.data, entries)
+        print(f"{heading(entries, title, metric=metric)}:\n\n{table(entries, metric=metric)}")
         stem = results.path.with_name(results.path.stem + f"_{number}" * (number > 1))
-        files += draw(entries, stem, metric=metric, title=text_of(results.data))
+        files += draw(entries, stem, metric=metric, title=title)
     remove_numbered_figures(results.path.with_suffix(""), files)
     print(f"Written: {', '.join(map(str, files))}")
     if len(options.checkpoints) > 1:

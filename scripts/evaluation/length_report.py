@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...model_card import encoding_text
-from .figures import log_perplexity, new_figure, save_figure, wrapped
+from .figures import beside, legend_below, length_axis, line_styles, new_figure, number_ticks, save_figure, wrapped
 from .results import markdown_table
 
 METRICS = {"perplexity": "perplexity", "bits_per_byte": "bits per byte"}
@@ -98,32 +98,32 @@ def remove_numbered_figures(stem: pathlib.Path, kept: Sequence[pathlib.Path]) ->
             stem.with_name(name).unlink(missing_ok=True)
 
 
-def draw(
-    entries: Sequence[dict[str, Any]], stem: str | pathlib.Path, *, title: str, metric: str = "perplexity"
-) -> list[pathlib.Path]:
-    """Draws a metric against the window, and loss by position in the longest window; returns the two files."""
-    columns = 3
-    # One legend below both panels, with three curves in a row.
-    figure = new_figure(11.0, 4.5 + 0.2 * math.ceil(len(entries) / columns))
+def styles(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the options of each entry's line: the colour of the encoding, or another one, and dashes for variants."""
+    # Of two models with one encoding, the one with the shorter name has its colour, in whichever order they are given.
+    keys = [(bool(entry["variant"]), len(entry["name"]), entry["name"]) for entry in entries]
+    order = sorted(range(len(entries)), key=lambda index: keys[index])
+    encodings = [None if entries[index]["variant"] else entries[index]["position_encoding"] for index in order]
+    found = dict(zip(order, line_styles(encodings)))
+    return [
+        {**found[index], "linestyle": "--"} if one["variant"] else found[index] for index, one in enumerate(entries)
+    ]
+
+
+def figure_of(entries: Sequence[dict[str, Any]], *, title: str, metric: str = "perplexity") -> Any:
+    """Returns a figure of a metric against the window, and of loss by position in the longest window."""
+    # One legend below both panels, with about three curves in a row.
+    figure = new_figure(11.0, 4.5 + 0.2 * math.ceil(len(entries) / 3))
     left, right = figure.subplots(1, 2)
     figure.suptitle(wrapped(title, 10.0), fontsize="medium")
-    # A colour for each checkpoint, a line style for each variant.
-    names = list(dict.fromkeys(entry["name"] for entry in entries))
-    variants = list(dict.fromkeys(entry["variant"] for entry in entries if entry["variant"]))
-    for entry in entries:
-        variant, index = entry["variant"], names.index(entry["name"])
-        line: dict[str, Any] = {
-            "color": f"C{index % 10}",
-            "marker": "osD^vPX*"[index % 8],
-            "markersize": 4,
-            "linestyle": ("--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)))[variants.index(variant) % 4] if variant else "-",
-        }
+    for index, (entry, line) in enumerate(zip(entries, styles(entries))):
         cells = [cell for cell in entry["cells"] if cell["reached"] and cell[metric] is not None]
         unreached = [cell["length"] for cell in entry["cells"] if not cell["reached"]]
         text = label(entry) + (f" (≥ {min(unreached):,} tokens not supported)" if unreached else "")
         errors = [error(cell, metric) or 0.0 for cell in cells]
         values = [cell[metric] for cell in cells]
-        left.errorbar([cell["length"] for cell in cells], values, yerr=errors, capsize=2, label=text, **line)
+        lengths = beside([cell["length"] for cell in cells], index, len(entries))
+        left.errorbar(lengths, values, yerr=errors, capsize=2, label=text, elinewidth=1, **line)
         if entry["by_position"]:
             longest = max(entry["by_position"], key=lambda one: one["length"])
             # Each bucket is drawn at its middle on the logarithmic axis.
@@ -132,14 +132,22 @@ def draw(
     for axes in (left, right):
         for trained in sorted({entry["trained_length"] for entry in entries}):
             axes.axvline(trained, color="0.6", linestyle=":", linewidth=1)
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter("{x:,.0f}")
+        length_axis(axes)
         axes.grid(alpha=0.3)
     if metric == "perplexity":
-        log_perplexity(left)
+        left.set_yscale("log")
+    for axes in (left, right):
+        number_ticks(axes.yaxis)
     left.set_xlabel("window (tokens); dotted: trained length")
     left.set_ylabel(f"{measure(entries, metric)} (bars: one standard error)")
     right.set_xlabel("position in the longest measured window (tokens)")
     right.set_ylabel(f"loss (nats per {unit_of(entries)})")
-    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=columns, fontsize="small")
-    return save_figure(figure, stem)
+    legend_below(figure, left)
+    return figure
+
+
+def draw(
+    entries: Sequence[dict[str, Any]], stem: str | pathlib.Path, *, title: str, metric: str = "perplexity"
+) -> list[pathlib.Path]:
+    """Writes the figure of entries; returns the two files."""
+    return save_figure(figure_of(entries, title=title, metric=metric), stem)

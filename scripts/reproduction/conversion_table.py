@@ -20,7 +20,8 @@ from ..cards.folder import card_of_run
 from ..checks import parse
 from ..conversion.folder import convert_folder
 from ..conversion.record import RECORD
-from ..evaluation.figures import log_perplexity, new_figure, save_figure
+from ..evaluation.data_description import measured_text
+from ..evaluation.figures import legend_below, line_styles, new_figure, number_ticks, save_figure
 from ..evaluation.results import markdown_table, provenance, read_json
 from ..training import loop
 from ..training.finetune import FinetuneSettings, finetune
@@ -168,23 +169,27 @@ def markdown(report: Mapping[str, Any]) -> str:
 
 def draw(report: Mapping[str, Any], stem: Path) -> list[Path]:
     """Draws the perplexity on PG-19 at the trained length, and at 16 times it, against the tokens of training."""
-    figure = new_figure(11.0, 5.0)
+    figure = new_figure(11.0, 5.4)
+    figure.suptitle(measured_text({**TEXTS[0], "documents": TEXTS[0]["document_limit"]}, []), fontsize="medium")
     panels = figure.subplots(1, 2)
     places = [0, *PERCENT]
+    names = list(dict.fromkeys(row["system"] for row in report["rows"][1:]))
+    # The first two rows have RoPE, and the others are named as encodings.
+    styles = line_styles(["rope" if name == "continued" else name.replace("-", "+") for name in names])
     for panel, multiple in zip(panels, ("1", "16")):
-        for number, name in enumerate(dict.fromkeys(row["system"] for row in report["rows"][1:])):
+        for name, style in zip(names, styles):
             rows = [row for row in report["rows"] if row["system"] == name]
             values = [row["perplexity"]["pg19"][multiple] for row in rows]
-            marker = "osD^vPX*"[number % 8]
-            ticks = [places.index(row["percent"]) for row in rows]
-            panel.plot(ticks, values, marker=marker, markersize=4, color=f"C{number % 10}", label=rows[0]["label"])
+            panel.plot([places.index(row["percent"]) for row in rows], values, label=rows[0]["label"], **style)
         panel.axhline(report["rows"][0]["perplexity"]["pg19"][multiple], color="0.5", linestyle=":", label="the source")
         panel.set_xticks(range(len(places)), [f"{percent} %" for percent in places])
-        log_perplexity(panel)
-        panel.set_xlabel("tokens after conversion, of the source's")
-        panel.set_ylabel(f"perplexity, PG-19, {int(multiple) * report['source']['length']:,} tokens")
+        panel.set_yscale("log")
+        number_ticks(panel.yaxis)
+        panel.set_title(f"windows of {int(multiple) * report['source']['length']:,} tokens", fontsize="medium")
+        panel.set_xlabel("tokens of training after conversion, of the source's")
+        panel.set_ylabel("perplexity per token")
         panel.grid(alpha=0.3)
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize="small")
+    legend_below(figure, panels[0])
     return save_figure(figure, stem)
 
 

@@ -4,7 +4,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..evaluation.figures import log_perplexity, new_figure
+from ..evaluation.data_description import measured_text
+from ..evaluation.figures import (
+    beside,
+    legend_below,
+    length_axis,
+    line_styles,
+    new_figure,
+    number_ticks,
+    save_png,
+    wrapped,
+)
+from .measures import BOOKS
 
 
 def curves(report: Mapping[str, Any]) -> dict[str, dict[str, list[tuple[float, float, float]]]]:
@@ -31,34 +42,56 @@ def curves(report: Mapping[str, Any]) -> dict[str, dict[str, list[tuple[float, f
     return {name: lines for name, lines in panels.items() if lines}
 
 
+def encodings(report: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the encoding that a row's key names, such as `cope+rope`, by the row's label; see `line_styles`."""
+    return {cell["label"]: cell["row"].replace("-", "+") for cell in report["cells"]}
+
+
 def draw(report: Mapping[str, Any], path: Path) -> None:
     """Draws the figure of a table as a PNG file, if it has one; the same report gives the same bytes."""
     panels = curves(report)
     if not panels:
         return
     survival = report["solved"] is not None
-    figure = new_figure(4.5 + 2.5 * len(panels), 5.0)
-    from matplotlib import ticker
-
+    rows = max(map(len, panels.values()))
+    figure = new_figure(4.5 + 2.5 * len(panels), 4.6 + 0.2 * (rows if len(panels) > 1 else rows / 3))
+    titles = [report["title"]] if survival else [report["title"], text()]
+    width = figure.get_figwidth() - 0.5
+    figure.suptitle("\n".join(wrapped(title, width) for title in titles), fontsize="medium")
     every = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
+    named = encodings(report)
     for axes, (name, lines) in zip(every, panels.items()):
-        for number, (label, points) in enumerate(lines.items()):
+        styles = line_styles([named[label.partition(" (n = ")[0]] for label in lines])
+        for number, ((label, points), style) in enumerate(zip(lines.items(), styles)):
             x, y, errors = zip(*points)
             if survival:
-                axes.step(x, y, where="post", label=label)
+                axes.step(x, y, where="post", label=label, **style)
             else:
-                axes.errorbar(x, y, yerr=errors, marker="osD^vPX*"[number % 8], markersize=4, capsize=2, label=label)
+                places = beside(x, number, len(lines))
+                axes.errorbar(places, y, yerr=errors, capsize=2, label=label, elinewidth=1, **style)
         if not survival:
-            axes.set_xscale("log", base=2)
-            axes.xaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
-            log_perplexity(axes)
+            length_axis(axes)
+            axes.set_yscale("log")
         axes.set_title(name, fontsize="medium")
         axes.set_xlabel("optimiser steps" if survival else "length / trained length")
         axes.grid(alpha=0.3)
-        axes.legend(
-            fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=3 if len(panels) == 1 else 1
-        )
+    if survival:
+        number_ticks(every[0].xaxis)
+    number_ticks(every[0].yaxis)
+    if len(panels) == 1:
+        legend_below(figure, every[0])
+    else:
+        for axes in every:
+            axes.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.12))
+    lifted = f"\n(validation accuracy of at least {report['lifted']:g} %)" if report.get("lifted") else ""
     every[0].set_ylabel(
-        "share of runs that have not lifted off" if survival else "perplexity (bars: standard deviation)"
+        f"share of runs that have not lifted off{lifted}"
+        if survival
+        else "perplexity per token\n(bars: standard deviation of the runs)"
     )
-    figure.savefig(path, dpi=100, metadata={"Software": None})
+    save_png(figure, path)
+
+
+def text() -> str:
+    """Returns the name of the text on which tables with lengths are measured."""
+    return measured_text({**BOOKS, "documents": BOOKS["document_limit"]}, [])
