@@ -18,6 +18,8 @@ from .recipe import DataRecipe
 
 # Nats per token; its exponential is a finite float.
 HOPELESS = 700.0
+# A prompt is the beginning of the first line with several words, shorter than the context of a small model.
+PROMPT_WORDS, PROMPT_CHARACTERS = 4, 60
 
 
 @torch.no_grad()
@@ -96,6 +98,17 @@ def about_text(data: Any, split: str, scores: dict[str, float], *, local: bool) 
     }
 
 
+def prompt_of(rows: Any) -> str:
+    """Returns the first words of a split as a prompt, up to `PROMPT_CHARACTERS`; empty if it has no text."""
+    text = next(filter(None, map(str.strip, documents_of(rows))), "")
+    # Titles say little, and a genome is a single word.
+    line = next((line.strip() for line in text.splitlines() if len(line.split()) >= PROMPT_WORDS), text)
+    if len(line) <= PROMPT_CHARACTERS:
+        return line
+    words = line[: PROMPT_CHARACTERS + 1].rsplit(maxsplit=1)
+    return words[0] if len(words) > 1 else line[:PROMPT_CHARACTERS]
+
+
 def held_out_text(data: TrainingData, split: str, output: Path) -> dict[str, Any]:
     """Returns the `held_out` of `results.json`, by which `evaluation.text` reads a held-out split again.
 
@@ -120,6 +133,8 @@ def about_task(data: Any, tokenizer: Any, scores: dict[str, dict[str, float]]) -
     example = {"prompt": row["prompt"], "answer": row["answer"], "tokens": tokens}
     return {
         "metrics": {"test_sets": scores},
-        "data": describe_data({"source": data.source, "task": data.task, "split": "test", "example": example}),
+        "data": describe_data(
+            {"source": data.source, "task": data.task, "split": "test", "example": example, "prompt": row["prompt"]}
+        ),
         "length": data.sequence_length,
     }
