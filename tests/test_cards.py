@@ -27,6 +27,7 @@ from whatwhere.scripts.cards.content import Facts, model_card
 from whatwhere.scripts.commands import card as command
 from whatwhere.scripts.commands import convert
 from whatwhere.scripts.commands.push import staged
+from whatwhere.scripts.conversion.record import card_metadata
 from whatwhere.scripts.data import corpora
 from whatwhere.scripts.data.tokenize import build_tokenizer
 from whatwhere.scripts.evaluation.curves import read_curves
@@ -534,10 +535,28 @@ def test_licence_base_model_and_data_of_a_fine_tuned_model():
     assert card.data.license == "mit"
     assert ", fine-tuned from `mine`" in card.text
     assert "Weights: mit, as in the card of `mine`." in card.text
-    training["base_model"] = ["me/a", "me/b"]
+    training |= {"base_model": ["me/a", "me/b"], "metrics_before": {"loss": {"value": 1.25}}}
     card = card_of_run(training)
+    assert (
+        "| metric | before fine-tuning | after |\n|---|---|---|\n| loss, nats per token | 1.2500 | 0.5000 |"
+        in card.text
+    )
     links = [f"[`me/{name}`](https://huggingface.co/me/{name})" for name in "ab"]
-    assert f", fine-tuned from {', '.join(links)}, trained on" in card.text
+    assert f", fine-tuned from {', '.join(links)} on [me/texts](https://huggingface.co/datasets/me/texts)." in card.text
+
+
+def test_the_licence_of_a_model_of_the_hub(monkeypatch):
+    def load(name, **options):
+        assert name == "me/source"
+        return ModelCard("---\nlicense: other\nlicense_name: mine\nbase_model: you/first\n---\n")
+
+    monkeypatch.setattr(ModelCard, "load", load)
+    stated = card_metadata("me/source")
+    assert stated == {"base_model": "you/first", "license": "other", "license_name": "mine"}
+    conversion = {"source": "me/source", "new": 0, **stated, "base_model": "me/source"}
+    card = model_card(Facts(config=WhatWhereLlamaConfig(), results={}, conversion=conversion), name="x", weights="0")
+    assert (card.data.license, card.data.license_name, card.data.base_model) == ("other", "mine", "me/source")
+    assert ", converted from [`me/source`](https://huggingface.co/me/source). It was not trained" in card.text
 
 
 def test_the_optimisation_of_runs():

@@ -43,8 +43,8 @@ class Facts:
         place: the output folder of training; None if the weights are in the card's folder.
         has_tokenizer: whether there is a tokenizer beside the weights.
         is_adapter: whether the weights are a LoRA adapter (peft).
-        conversion: of weights that were converted and not trained since: what `conversion.json` says, `new` (the number
-            of new parameters) and `card_metadata`.
+        conversion: of weights that were converted and not trained since: what `conversion.json` says, the numbers of
+            `parameters` and of `new` ones, and `card_metadata`.
         compared: entries of other cards for the first length results, measured on the same text.
         figure, recipe_file: names of files beside the card.
     """
@@ -168,7 +168,8 @@ def headline(run: Mapping[str, Any], vocabulary: int) -> str:
 
 def _kind(facts: Facts) -> str:
     family = "GPT-2" if "gpt2" in facts.config.model_type else "Llama"
-    size = f" {facts.run['parameters']:,} parameters and" if facts.run.get("parameters") else ""
+    count = facts.run.get("parameters") or facts.conversion.get("parameters")
+    size = f" {count:,} parameters and" if count else ""
     return f"A {'LoRA adapter of a ' if facts.is_adapter else ''}{family}-style model with{size}"
 
 
@@ -176,7 +177,8 @@ def _summary(facts: Facts, *, has_results: bool) -> str:
     data, conversion = facts.data, facts.conversion
     text = f", {'converted' if conversion else 'fine-tuned'} from {facts.base}" if facts.base else ""
     if data:
-        text += f", trained on {_linked(data['described'].get('train') or data['described'][data['split']])}"
+        text += " on " if facts.base else ", trained on "
+        text += _linked(data["described"].get("train") or data["described"][data["split"]])
     text += "."
     if result := headline(facts.run, facts.config.vocab_size):
         text += f" Held-out result: {result}."
@@ -232,8 +234,13 @@ def _metrics(facts: Facts) -> Iterator[str]:
             text += f" The tokenizer changes the text of {run['changed_documents']:,} documents: bits per byte are not "
             text += "comparable with those of other tokenizers."
         names = {"loss": f"loss, nats per {unit}", "perplexity": f"perplexity per {unit}"}
-        rows = [[names.get(metric, metric.replace("_", " ")), _score(one)] for metric, one in metrics.items()]
-        yield f"{text}\n\n{markdown_table([['metric', 'value'], *rows])}"
+        before, rows = run.get("metrics_before", {}), [["metric", "value"]]
+        if before:
+            rows = [["metric", "before fine-tuning", "after"]]
+        for metric, one in metrics.items():
+            first = [_score(before[metric]) if metric in before else "-"] if before else []
+            rows.append([names.get(metric, metric.replace("_", " ")), *first, _score(one)])
+        yield f"{text}\n\n{markdown_table(rows)}"
 
 
 def _tasks(facts: Facts) -> Iterator[str]:

@@ -128,9 +128,9 @@ def _conversion(folder: pathlib.Path, config: Any) -> dict[str, Any]:
     if "source" not in record:
         return {}
     with torch.device("meta"):
-        parameters = transformers.AutoModelForCausalLM.from_config(config).named_parameters()
-    new = sum(parameter.numel() for name, parameter in parameters if name in record["new_parameters"])
-    return {**record, "new": new, **card_metadata(str(folder))}
+        model: Any = transformers.AutoModelForCausalLM.from_config(config)
+    new = sum(one.numel() for name, one in model.named_parameters() if name in record["new_parameters"])
+    return {**record, "parameters": model.num_parameters(), "new": new, **card_metadata(str(folder))}
 
 
 def _compared(folder: pathlib.Path, name: str, own: Mapping[str, Any]) -> list[dict[str, Any]]:
