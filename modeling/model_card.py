@@ -273,8 +273,9 @@ def card_text(
     kind = kind or f"A {'GPT-2' if 'gpt2' in config.model_type else 'Llama'}-style model with"
     first = f"{kind} the position encoding `{encoding_text(config.position_encoding)}`{summary}"
     blocks = [f"\n# {plain(name)}", first, *results, f"```python\n{code or loading_code(config, name)}\n```", *notes]
-    content = {"Model": [model_table(config)], "Licence": ["The licence of the weights is not stated."]}
-    content |= {"Citation": [*citation(config, has_code=has_code)], **(sections or {})}
+    content: dict[str, Sequence[str]] = {"Model": [model_table(config)], **(sections or {})}
+    content.setdefault("Licence", ["The licence of the weights is not stated."])
+    content["Citation"] = [*citation(config, has_code=has_code)]
     for heading in SECTIONS:
         if content.get(heading):
             blocks += [f"## {heading}", *content[heading]]
@@ -301,7 +302,8 @@ def complete_card(
         return
     if mark and mark["weights"] == weights:
         return
-    data, text = card_data(config), card_text(config, name)
+    data: Any = card_data(config)
+    text = card_text(config, name)
     licence = given_licence(old, mark)
     if known is not None and known_mark and known_mark["weights"] == weights:
         data, text = known.data, re.sub(r"!\[[^\]]*\]\([^)]*\)\n+", "", known.text[: known_mark.start()])

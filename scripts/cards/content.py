@@ -131,7 +131,7 @@ def model_card(facts: Facts, *, name: str, weights: str, licence: Mapping[str, A
             "Training": [*_training(facts)],
             "Evaluation": [*blocks[1:], *_commands(facts.results)],
             "Limitations": ["\n".join(f"- {line}" for line in _limitations(facts))],
-            "Licence": [*_licences(facts, metadata.license)],
+            "Licence": [*_licences(facts, str(metadata.license))],
         },
         has_code=facts.place is None and not facts.is_adapter,
     )
@@ -287,6 +287,8 @@ def _code(facts: Facts, name: str) -> str:
     if not facts.has_tokenizer:
         return code
     prompt, tokens = generation(facts.data, facts.conversion)
+    if sample := facts.results.get("sample"):
+        prompt, tokens = sample["prompt"], sample["tokens"]
     code += f'\ninputs = tokenizer({json.dumps(prompt, ensure_ascii=False)}, return_tensors="pt")\n'
     if card_head(facts.config)[0] != "AutoModelForCausalLM":
         return f"{code}print(model(**inputs)[0].shape)"
@@ -301,8 +303,10 @@ def _notes(facts: Facts) -> Iterator[str]:
     """Yields what follows the code: a sample of the model's text, and how to make the weights if they are not here."""
     run = facts.run
     if sample := facts.results.get("sample"):
-        fence = max(["```", *(f"{found}`" for found in re.findall("`{3,}", sample["text"]))], key=len)
-        yield f"It prints:\n\n{fence}text\n{sample['text']}\n{fence}"
+        # Bytes that are no text, as small models write them, would not survive in a file.
+        text = "".join(one if one.isprintable() or one in "\t\n" else "\ufffd" for one in sample["text"])
+        fence = max(["```", *(f"{found}`" for found in re.findall("`{3,}", text))], key=len)
+        yield f"It prints:\n\n{fence}text\n{text}\n{fence}"
         if facts.data.get("kind") == "text" and facts.data.get("prompt"):
             yield f"The prompt is from held-out text: {plain(text_of(run['data']))}."
     if facts.place:
@@ -320,7 +324,8 @@ def _training(facts: Facts) -> Iterator[str]:
     run, data = facts.run, facts.data
     if not run:
         return
-    yield markdown_table([["setting", "value"], *map(list, _settings(facts))])
+    if settings := [*map(list, _settings(facts))]:
+        yield markdown_table([["setting", "value"], *settings])
     if data:
         rows = [["split", "documents", "corpus"]]
         for split, one in data["described"].items():

@@ -8,7 +8,6 @@ import torch
 import transformers
 
 from ...model_card import card_head
-from ...position_plan import max_length
 from ..evaluation.checkpoints import check_vocabulary, checked_loading, choose_device
 
 TOKENS = 40
@@ -25,7 +24,8 @@ def generation(data: Mapping[str, Any], conversion: Mapping[str, Any]) -> tuple[
 def take_sample(folder: pathlib.Path, config: Any, data: Mapping[str, Any], prompt: str, tokens: int) -> dict | None:
     """Returns the content of `sample.json` without a fingerprint: what the code in the card prints.
 
-    It is None for a model that generates no text, and for a prompt that leaves no room for new tokens.
+    It has fewer tokens if the configured length is short. It is None for a prompt that leaves no room for new tokens,
+    and for a model that generates no text.
     """
     if card_head(config)[0] != "AutoModelForCausalLM":
         return None
@@ -33,8 +33,9 @@ def take_sample(folder: pathlib.Path, config: Any, data: Mapping[str, Any], prom
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         check_vocabulary(str(folder), tokenizer, config)
         inputs = tokenizer(prompt, return_tensors="pt")
-        length, limit = inputs["input_ids"].shape[1], max_length(config)
-        if not length or (limit is not None and length + tokens > limit):
+        length = inputs["input_ids"].shape[1]
+        tokens = min(tokens, config.max_position_embeddings - length)
+        if length == 0 or tokens < 1:
             return None
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder)
     device = choose_device()

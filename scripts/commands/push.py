@@ -48,6 +48,7 @@ def staged(run: pathlib.Path, folder: pathlib.Path, repo: str, licence: str | No
         ValueError: `run` is not a folder with a model or an adapter that others can load.
     """
     _check(run)
+    card: Any
     card, mark = read_card(run)
     # An edited card stays, and one with results that were copied with the weights.
     is_short = mark and NO_RESULTS in card.text and (run / "results.json").is_file()

@@ -61,6 +61,7 @@ def convert_folder(
 def _complete_metadata(folder: Path, source: str) -> None:
     """Adds the source to the model card in a folder, and its licence if the source's card states one."""
     card: Any
+    mark: Any
     card, mark = read_card(folder)
     known = card_metadata(source)
     # The Hub takes ids only; the source of a folder is known if it was made from one.
