@@ -332,7 +332,8 @@ def test_a_sample_of_the_model_s_own_text(place, capsys):
 )
 def test_a_prompt_is_the_beginning_of_a_document(text, prompt):
     expected = "It was a dark and stormy night; the rain fell in torrents," if prompt is None else prompt
-    assert prompt_of([{"text": " "}, {"text": text}]) == expected
+    assert prompt_of([{"text": " "}, {"text": text}], 128) == expected
+    assert len(prompt_of([{"text": text}], 16)) <= 8
 
 
 def test_length_results_of_several_runs_reach_the_card_beside_the_weights(place):

@@ -3,6 +3,7 @@
 import contextlib
 import math
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -98,15 +99,17 @@ def about_text(data: Any, split: str, scores: dict[str, float], *, local: bool) 
     }
 
 
-def prompt_of(rows: Any) -> str:
-    """Returns the first words of a split as a prompt, up to `PROMPT_CHARACTERS`; empty if it has no text."""
+def prompt_of(rows: Any, length: int) -> str:
+    """Returns the first words of a split as a prompt for a model of sequences of `length` tokens.
+
+    It has at most `PROMPT_CHARACTERS`, and half as many as there are tokens; it is empty if the split has no text.
+    """
     text = next(filter(None, map(str.strip, documents_of(rows))), "")
     # Titles say little, and a genome is a single word.
     line = next((line.strip() for line in text.splitlines() if len(line.split()) >= PROMPT_WORDS), text)
-    if len(line) <= PROMPT_CHARACTERS:
-        return line
-    words = line[: PROMPT_CHARACTERS + 1].rsplit(maxsplit=1)
-    return words[0] if len(words) > 1 else line[:PROMPT_CHARACTERS]
+    limit = min(PROMPT_CHARACTERS, length // 2)
+    words = re.match(rf".{{1,{limit}}}(?!\S)", line, re.DOTALL)
+    return words[0].rstrip() if words else line[:limit]
 
 
 def held_out_text(data: TrainingData, split: str, output: Path) -> dict[str, Any]:

@@ -485,7 +485,7 @@ class TrainingRun:
         )
         if changed := self.data.held_out[split].changed:
             about["changed_documents"] = changed
-        about["data"]["prompt"] = prompt_of(self.data.texts[split][0])
+        about["data"]["prompt"] = prompt_of(self.data.texts[split][0], data.sequence_length)
         # A name does not say which text it is: that of a file, or of a corpus of which there are versions.
         about["tokens_sha256"] = self.data.splits_sha256[split]
         if self.data.unit == "sequences":
