@@ -498,6 +498,8 @@ def test_cards_of_trainers_get_metadata(tmp_path, word):
         assert card.text.strip() == f"# Mine\n\n{about}"
         assert (card.data.license, card.data.pipeline_tag) == ("mit", "text-generation")
         assert card.data.tags[0] == "trl"
+        with pytest.raises(ValueError, match="name='x' has no effect"):
+            command.write_card(run, name="x")
         assert "pope" in card.data.tags
 
 

@@ -56,6 +56,10 @@ def write_card(folder: str | pathlib.Path, *, name: str | None = None, licence: 
         )
     path, (old, mark) = folder / "README.md", read_card(folder)
     if old is not None and mark is None and is_of_trainer(old):
+        if name is not None:
+            raise Refused(
+                f"name={name!r} has no effect: {str(path)!r} is a card of the Trainer or TRL, and keeps its text."
+            )
         complete_data(old, config)
         old.data["license"] = licence or old.data["license"]
         old.save(path)
