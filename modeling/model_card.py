@@ -47,6 +47,7 @@ PIPELINES = {
 NO_RESULTS = "No results are recorded for these weights."
 # The sections of a card after its first screen, in this order. One without content is left out.
 SECTIONS = ("Model", "Training", "Evaluation", "Limitations", "Licence", "Citation")
+_ARXIV = re.compile(r"\d{4}\.\d{5}")
 LICENCE_KEYS = ("license", "license_name", "license_link")
 # Title and authors of papers, by what is in brackets in the `paper` of position encodings.
 PAPERS = {
@@ -210,6 +211,12 @@ def model_table(config: Any) -> str:
     return "\n".join(["| setting | value |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)])
 
 
+def paper_link(source: str) -> str:
+    """Returns the title of a paper in `PAPERS`, if it is there, with a link if `source` is an arXiv id."""
+    link = f"[arXiv:{source}](https://arxiv.org/abs/{source})" if _ARXIV.fullmatch(source) else source
+    return ", ".join([*PAPERS.get(source, ("",))[:1], link]).removeprefix(", ")
+
+
 def citation(config: Any, *, has_code: bool = True) -> Iterator[str]:
     """Yields the papers of a configuration's position encodings, with links, and their BibTeX entries.
 
@@ -224,12 +231,10 @@ def citation(config: Any, *, has_code: bool = True) -> Iterator[str]:
     for paper, names in papers.items():
         about, _, source = paper.partition(" (")
         title, authors = PAPERS.get(source, ("", ""))
-        arxiv = re.fullmatch(r"\d{4}\.\d{5}", source)
-        link = f"[arXiv:{source}](https://arxiv.org/abs/{source})" if arxiv else source
-        lines.append("- " + ", ".join(filter(None, [f"{' and '.join(names)}: {about}", title, link])))
+        lines.append(f"- {' and '.join(names)}: {about}" + f", {paper_link(source)}" * bool(source))
         if title:
             fields = {"title": title, "author": authors, "year": about.split()[-1]}
-            fields |= {"eprint": source, "archivePrefix": "arXiv"} if arxiv else {}
+            fields |= {"eprint": source, "archivePrefix": "arXiv"} if _ARXIV.fullmatch(source) else {}
             inside = "".join(f"  {key} = {{{value}}},\n" for key, value in fields.items())
             entries.append(f"@misc{{{about.split()[0].lower()}{fields['year']},\n{inside}}}")
     if lines:
