@@ -1,23 +1,40 @@
-"""The short model card (README.md) that saving and pushing writes; `whatwhere card` writes the full one, with results.
+"""Model cards (README.md): their form, and the short one that saving and pushing writes.
 
-A generated card ends in a comment with a digest of its text, the fingerprint of its weights and the number of its tags.
-A generated card without edits is replaced when other weights are saved to the folder, and copied with its weights.
-Edited cards are kept.
+`whatwhere card` writes the full one, of the same form, with results. A generated card ends in a comment with a digest
+of its text, the fingerprint of its weights, the number of its tags and a digest of its licence. A generated card
+without edits is replaced when other weights are saved to the folder, and copied with its weights. Tags and a licence
+that a user adds to its metadata stay. Edited cards are kept.
 """
 
 import hashlib
 import json
 import pathlib
 import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
-# Texts in the cards written by Transformers (when a model is pushed without a card) and by its Trainer.
-_GENERIC = "This is the model card of a 🤗 transformers model that has been pushed on the Hub."
-_TRAINER = "This model card has been generated automatically according to the information the Trainer had access to."
-_MARK = "\n<!-- whatwhere card: text={text} weights={weights} tags={tags} -->\n"
-_MARKED = re.compile(_MARK.format(text=r"(?P<text>\w+)", weights=r"(?P<weights>\w+)", tags=r"(?P<tags>\d+)") + r"\Z")
+from .position_plan import parse
+
+# Lines of the template that Transformers and PEFT save as a card.
+_MISSING = "[More Information Needed]"
+_TEMPLATE = re.compile(
+    rf"#{{2,}} .*|# Model Card for Model ID|<!--.*-->|(- \*\*[^*]+:\*\* )?{re.escape(_MISSING)}( <!--.*-->)?|"
+    r"Users \(both direct and downstream\) should be made aware .*|Use the code below to get started with the model\.|"
+    r"Carbon emissions can be estimated using .*|\*\*(BibTeX|APA):\*\*|- PEFT \S+|"
+    r"This is the model card of a 🤗 transformers model that has been pushed on the Hub\..*"
+)
+# Texts in the cards of Transformers' Trainer and of TRL.
+_TRAINERS = (
+    "This model card has been generated automatically according to the information the Trainer had access to.",
+    "It has been trained using [TRL](https://github.com/huggingface/trl).",
+)
+_MARK = "\n<!-- whatwhere card: text={text} weights={weights} tags={tags} licence={licence} -->\n"
+_MARKED = re.compile(
+    r"\n<!-- whatwhere card: text=(?P<text>\w+) weights=(?P<weights>\w+) tags=(?P<tags>\d+)"
+    r"( licence=(?P<licence>\w+))? -->\n\Z"
+)
 # The Hub's pipeline tag of each head.
 PIPELINES = {
     "ForCausalLM": "text-generation",
@@ -26,8 +43,56 @@ PIPELINES = {
     "ForQuestionAnswering": "question-answering",
 }
 
-# In the card of a model that was saved without results.
+# In the card of a model without results.
 NO_RESULTS = "No results are recorded for these weights."
+# The sections of a card after its first screen, in this order. One without content is left out.
+SECTIONS = ("Model", "Training", "Evaluation", "Limitations", "Licence", "Citation")
+_ARXIV = re.compile(r"\d{4}\.\d{5}")
+LICENCE_KEYS = ("license", "license_name", "license_link")
+# Title and authors of papers, by what is in brackets in the `paper` of position encodings.
+PAPERS = {
+    "2203.16634": (
+        "Transformer Language Models without Positional Encodings Still Learn Positional Information",
+        "Adi Haviv and Ori Ram and Ofir Press and Peter Izsak and Omer Levy",
+    ),
+    "GPT-2": (
+        "Language Models are Unsupervised Multitask Learners",
+        "Alec Radford and Jeffrey Wu and Rewon Child and David Luan and Dario Amodei and Ilya Sutskever",
+    ),
+    "1706.03762": (
+        "Attention Is All You Need",
+        "Ashish Vaswani and Noam Shazeer and Niki Parmar and Jakob Uszkoreit and Llion Jones and Aidan N. Gomez and "
+        "Łukasz Kaiser and Illia Polosukhin",
+    ),
+    "1803.02155": (
+        "Self-Attention with Relative Position Representations",
+        "Peter Shaw and Jakob Uszkoreit and Ashish Vaswani",
+    ),
+    "2108.12409": (
+        "Train Short, Test Long: Attention with Linear Biases Enables Input Length Extrapolation",
+        "Ofir Press and Noah A. Smith and Mike Lewis",
+    ),
+    "2104.09864": (
+        "RoFormer: Enhanced Transformer with Rotary Position Embedding",
+        "Jianlin Su and Yu Lu and Shengfeng Pan and Ahmed Murtadha and Bo Wen and Yunfeng Liu",
+    ),
+    "2405.18719": (
+        "Contextual Position Encoding: Learning to Count What's Important",
+        "Olga Golovneva and Tianlu Wang and Jason Weston and Sainbayar Sukhbaatar",
+    ),
+    "2509.10534": (
+        'Decoupling the "What" and "Where" With Polar Coordinate Positional Embeddings',
+        "Anand Gopalakrishnan and Róbert Csordás and Jürgen Schmidhuber and Michael C. Mozer",
+    ),
+    "2503.02130": (
+        "Forgetting Transformer: Softmax Attention with a Forget Gate",
+        "Zhixuan Lin and Evgenii Nikishin and Xu Owen He and Aaron Courville",
+    ),
+    "2410.17980": (
+        "Scaling Stick-Breaking Attention: An Efficient Implementation and In-depth Study",
+        "Shawn Tan and Songlin Yang and Aaron Courville and Rameswar Panda and Yikang Shen",
+    ),
+}
 
 
 def weights_fingerprint(folder: pathlib.Path) -> str:
@@ -58,11 +123,32 @@ def card_head(config: Any) -> tuple[str, str | None]:
     return f"AutoModel{head}", PIPELINES.get(head)
 
 
-def sign(data: ModelCardData, text: str, weights: str) -> ModelCard:
-    """Returns a card with the comment that marks it as generated; `weights` is their fingerprint."""
+def sign(data: ModelCardData, text: str, weights: str, *, is_given: bool = False) -> ModelCard:
+    """Returns a card with the comment that marks it as generated.
+
+    `weights` is their fingerprint, and `is_given` whether a user has given the licence; the comment then has another.
+    """
     text = text.rstrip() + "\n"
-    mark = _MARK.format(text=_digest(text), weights=weights, tags=len(data.tags or []))
+    ours = _digest("unknown" if is_given else str(data.license))
+    mark = _MARK.format(text=_digest(text), weights=weights, tags=len(data.tags or []), licence=ours)
     return ModelCard(f"---\n{data.to_yaml()}\n---\n{text}{mark}")
+
+
+def given_licence(card: ModelCard | None, mark: re.Match[str] | None) -> dict[str, Any] | None:
+    """Returns the licence, by `LICENCE_KEYS`, that a user has given to a generated card; None without one."""
+    if card is None or mark is None or card.data.get("license") in (None, "unknown"):
+        return None
+    if _digest(str(card.data.get("license"))) == (mark["licence"] or _digest("unknown")):
+        return None
+    return {key: card.data.get(key) for key in LICENCE_KEYS}
+
+
+def with_licence(data: ModelCardData, text: str, licence: Mapping[str, Any]) -> str:
+    """Sets a licence, by `LICENCE_KEYS`, in a card's metadata; returns its text with the licence of the weights."""
+    for key in LICENCE_KEYS:
+        data[key] = licence.get(key)
+    stated = plain(licence.get("license_name") or str(licence["license"]))
+    return re.sub(r"(?<=\n## Licence\n\n)[^\n]*", lambda _: f"Weights: {stated}.", text)
 
 
 def _digest(text: str) -> str:
@@ -83,15 +169,78 @@ def plain(text: str) -> str:
     return re.sub(r"[\\`*\[\]<|]|(?<!\w)_|_(?!\w)", r"\\\g<0>", " ".join(text.split()))
 
 
-def encoding_rows(config: Any) -> str:
-    """Returns the rows of a Markdown table with the position encoding and its parameters."""
-    rows = [f"| `position_encoding` | `{encoding_text(config.position_encoding)}` |"]
+def is_template(card: ModelCard) -> bool:
+    """Returns whether a card is a template of Transformers or PEFT that nobody has filled in."""
+    lines = filter(None, map(str.strip, card.text.splitlines()))
+    return _MISSING in card.text and all(map(_TEMPLATE.fullmatch, lines))
+
+
+def is_of_trainer(card: ModelCard) -> bool:
+    """Returns whether a card was generated by Transformers' Trainer or by TRL."""
+    return any(text in card.text for text in _TRAINERS)
+
+
+def card_data(config: Any, **more: Any) -> ModelCardData:
+    """Returns the metadata of a card, without `more` those of a model of unknown licence."""
+    about = {"license": "unknown", "library_name": "transformers", "pipeline_tag": card_head(config)[1]}
+    return ModelCardData(**{**about, "tags": card_tags(config), **more})
+
+
+def complete_data(card: ModelCard, config: Any) -> None:
+    """Adds the metadata to a card that it lacks."""
+    for key, value in card_data(config).to_dict().items():
+        mine = card.data.get(key)
+        card.data[key] = list(dict.fromkeys([*(mine or []), *value])) if key == "tags" else mine or value
+
+
+def model_table(config: Any) -> str:
+    """Returns a Markdown table with the size of a model, its position encoding and the encoding's parameters."""
+    rows = [
+        ("layers", f"{config.num_hidden_layers:,}"),
+        ("hidden size", f"{config.hidden_size:,}"),
+        ("attention heads", f"{config.num_attention_heads:,}"),
+        ("vocabulary", f"{config.vocab_size:,} tokens"),
+        ("configured length", f"{config.max_position_embeddings:,} tokens"),
+        ("`position_encoding`", f"`{encoding_text(config.position_encoding)}`"),
+    ]
     given = dict(config.position_encoding_parameters or {})
     given["rope_parameters"] = getattr(config, "rope_parameters", None) or {}
     for key, value in given.items():
         inside = {f"{key}.{inner}": one for inner, one in value.items()} if isinstance(value, dict) else {key: value}
-        rows += [f"| `{name}` | `{one!r}` |" for name, one in inside.items()]
-    return "\n".join(rows)
+        rows += [(f"`{name}`", f"`{one!r}`") for name, one in inside.items()]
+    return "\n".join(["| setting | value |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)])
+
+
+def paper_link(source: str) -> str:
+    """Returns the title of a paper in `PAPERS`, if it is there, with a link if `source` is an arXiv id."""
+    link = f"[arXiv:{source}](https://arxiv.org/abs/{source})" if _ARXIV.fullmatch(source) else source
+    return ", ".join([*PAPERS.get(source, ("",))[:1], link]).removeprefix(", ")
+
+
+def citation(config: Any, *, has_code: bool = True) -> Iterator[str]:
+    """Yields the papers of a configuration's position encodings, with links, and their BibTeX entries.
+
+    `has_code` is whether the folder has the code of the encodings, for links.
+    """
+    papers: dict[str, list[str]] = {}
+    for name, (cls, _) in parse(config).items():
+        file = cls.code[0] if cls.code else f"{cls.__module__.rpartition('.')[2]}.py"
+        shown = f"`{name}`" + f" ([code]({file}))" * has_code
+        papers.setdefault(cls.paper.partition("),")[0].removesuffix(")"), []).append(shown)
+    entries, lines = [], []
+    for paper, names in papers.items():
+        about, _, source = paper.partition(" (")
+        title, authors = PAPERS.get(source, ("", ""))
+        lines.append(f"- {' and '.join(names)}: {about}" + f", {paper_link(source)}" * bool(source))
+        if title:
+            fields = {"title": title, "author": authors, "year": about.split()[-1]}
+            fields |= {"eprint": source, "archivePrefix": "arXiv"} if _ARXIV.fullmatch(source) else {}
+            inside = "".join(f"  {key} = {{{value}}},\n" for key, value in fields.items())
+            entries.append(f"@misc{{{about.split()[0].lower()}{fields['year']},\n{inside}}}")
+    if lines:
+        yield "\n".join(lines)
+    if entries:
+        yield "```bibtex\n" + "\n\n".join(entries) + "\n```"
 
 
 def loading_code(config: Any, name: str, *, comment: str = "", has_tokenizer: bool = False) -> str:
@@ -105,13 +254,37 @@ def loading_code(config: Any, name: str, *, comment: str = "", has_tokenizer: bo
     return "\n".join(lines)
 
 
-def _short_text(config: Any, name: str) -> str:
-    auto, _ = card_head(config)
-    text = f"A `{config.model_type}` model with position encoding `{encoding_text(config.position_encoding)}`, made "
-    text += f"with `whatwhere`. `{auto}` loads it, with the code in this repository:"
-    end = f"{NO_RESULTS} Their licence is not known to this card."
-    table = f"| parameter | value |\n|---|---|\n{encoding_rows(config)}"
-    return "\n\n".join([f"\n# {plain(name)}", text, f"```python\n{loading_code(config, name)}\n```", table, end])
+def card_text(
+    config: Any,
+    name: str,
+    *,
+    kind: str = "",
+    summary: str = f", made with `whatwhere`. {NO_RESULTS}",
+    results: Sequence[str] = (),
+    code: str = "",
+    notes: Sequence[str] = (),
+    sections: Mapping[str, Sequence[str]] | None = None,
+    has_code: bool = True,
+) -> str:
+    """Returns the text of a card, in Markdown.
+
+    Args:
+        kind: what the model is, by default by its family. `summary` ends the first sentence, after the encoding.
+        results: blocks before the code that loads the model, and `notes` those after it.
+        code: by default the lines that load it.
+        sections: more sections, by their names in `SECTIONS`, as lists of blocks.
+        has_code: see `citation`.
+    """
+    kind = kind or f"A {'GPT-2' if 'gpt2' in config.model_type else 'Llama'}-style model with"
+    first = f"{kind} the position encoding `{encoding_text(config.position_encoding)}`{summary}"
+    blocks = [f"\n# {plain(name)}", first, *results, f"```python\n{code or loading_code(config, name)}\n```", *notes]
+    content: dict[str, Sequence[str]] = {"Model": [model_table(config)], **(sections or {})}
+    content.setdefault("Licence", ["The licence of the weights is not stated."])
+    content["Citation"] = [*citation(config, has_code=has_code)]
+    for heading in SECTIONS:
+        if content.get(heading):
+            blocks += [f"## {heading}", *content[heading]]
+    return "\n\n".join(blocks)
 
 
 def complete_card(
@@ -119,35 +292,33 @@ def complete_card(
 ) -> None:
     """Writes README.md into a folder of newly saved weights, unless it has a user's card or an edited card.
 
-    A card of the Trainer keeps its text, and missing metadata are added: licence, library, pipeline and tags. A
+    A card of the Trainer or TRL keeps its text, and missing metadata are added: licence, library, pipeline and tags. A
     generated card of the same weights in `source`, the folder that the model was loaded from, is copied without its
     figures. `name` is the Hub id, by default the folder's name.
     """
     folder = pathlib.Path(folder)
     name, weights = name or folder.resolve().name, weights_fingerprint(folder)
-    text, pipeline = _short_text(config, name), card_head(config)[1]
-    about: dict[str, Any] = {"license": "unknown", "library_name": "transformers"}
-    about |= {"pipeline_tag": pipeline, "tags": card_tags(config)}
-    data: Any = ModelCardData(**about)
     old, mark = read_card(folder)
     known, known_mark = read_card(source)
-    if old is not None and mark is None and _GENERIC not in old.text:
-        if _TRAINER in old.text:
-            for key, value in about.items():
-                mine = old.data.get(key)
-                old.data[key] = list(dict.fromkeys([*(mine or []), *value])) if key == "tags" else mine or value
+    if old is not None and mark is None and not is_template(old):
+        if is_of_trainer(old):
+            complete_data(old, config)
             old.save(folder / "README.md")
         return
     if mark and mark["weights"] == weights:
         return
+    data: Any = card_data(config)
+    text = card_text(config, name)
+    licence = given_licence(old, mark)
     if known is not None and known_mark and known_mark["weights"] == weights:
         data, text = known.data, re.sub(r"!\[[^\]]*\]\([^)]*\)\n+", "", known.text[: known_mark.start()])
         text = re.sub(r'^name = "[^\n]*?"', lambda _: f"name = {json.dumps(name)}", text, flags=re.MULTILINE)
-    card = sign(data, text, weights)
+        licence = licence or given_licence(known, known_mark)
+    if licence:
+        text = with_licence(data, text, licence)
+    card = sign(data, text, weights, is_given=bool(licence))
     if old is not None:
-        # Additions by the user: tags after ours, and a licence.
+        # Tags that the user has added after ours.
         added = (old.data.get("tags") or [])[int(mark["tags"]) if mark else 0 :]
         card.data["tags"] = list(dict.fromkeys([*card.data["tags"], *added]))
-        if mark and old.data.get("license") not in (None, "unknown"):
-            card.data["license"] = old.data["license"]
     card.save(folder / "README.md")

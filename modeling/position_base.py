@@ -166,7 +166,7 @@ class PositionEncoding(nn.Module):
 
     Attributes:
         name: as written in `config.position_encoding`.
-        paper: the reference that defines it.
+        paper: the reference that defines it; cards link an arXiv id in brackets at its end.
         summary: one line for tables.
         parameters_class: its parameters.
         bias_reads: what `bias` reads of the logits that it is given: "content" (their values: only `eager` and

@@ -312,7 +312,11 @@ def test_learning_rate_of_new_parameters_of_a_converted_folder(run, stock, tmp_p
     card.write_text("---\nlicense: mit\nbase_model: someone/model\n---\n", encoding="utf-8")
     two, results = run(folder, "--new-learning-rate", "0.001", output="two")
     assert (results["base_model"], results["licence"]) == ("someone/model", "mit")
-    assert "base_model: someone/model" in (two / "README.md").read_text(encoding="utf-8")
+    card = (two / "README.md").read_text(encoding="utf-8")
+    assert "base_model: someone/model" in card
+    assert "| learning rate of new parameters | 0.001 |" in card
+    merged, results = run(folder, "--lora", "--merge", output="merged")
+    assert (results["licence"], ModelCard.load(merged / "README.md").data.license) == ("mit", "mit")
     one, _ = run(stock["llama"], "--position-encoding", "cope", "--new-learning-rate", "0.001", output="one")
     weights, others = (load_file(path / "model.safetensors") for path in (two, one))
     for name, weight in weights.items():
@@ -396,6 +400,10 @@ def test_own_text_is_measured_before_and_after(stock, tmp_path, capsys):
     assert "the last 5% of the document is held out" in heard
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert results["data"]["source"] == "local"
+    card = (tmp_path / "run" / "README.md").read_text(encoding="utf-8")
+    for part in ("inputs = tokenizer(", "It prints:", "| batch size per step | 2 sequences, 32 tokens |"):
+        assert part in card
+    assert "| learning rate | 0.01 |" in card
     before, after = (results[key]["bits_per_byte"]["value"] for key in ("metrics_before", "metrics"))
     assert after < before
     assert re.search(rf"^before, .*, validation split: loss .*, bits per byte {before:.4g}$", said, flags=re.MULTILINE)

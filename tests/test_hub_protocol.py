@@ -73,7 +73,7 @@ def name(request):
 
 def pope():
     torch.manual_seed(0)
-    return tiny_model("llama", "pope", num_hidden_layers=1, num_key_value_heads=4)
+    return tiny_model("llama", "pope", num_hidden_layers=1, num_key_value_heads=4, vocab_size=258)
 
 
 RESULTS = {

@@ -581,7 +581,7 @@ def test_report_of_our_table(tmp_path, capsys):
     text = capsys.readouterr().out
     # Differences of PoPE: -20 and -26 of seeds 0 and 2; at 1x, seed 2 of RoPE is not measured.
     for line in (
-        "|  | seeds | WikiText-103 test | PG-19 1x | 2x | 4x | 8x | 16x |",
+        "| system | seeds | WikiText-103 test | PG-19 1x | 2x | 4x | 8x | 16x |",
         "| RoPE | 3 of 3 | 284.0 ± 4.0 | 232.0 ± 2.8 (n = 2) | 240.0 (n = 1) | 270.0 (n = 1) | 300.0 (n = 1) |"
         " 330.0 (n = 1) |",
         "| PoPE | 2 of 3 | 261.0 ± 1.4 | 221.0 ± 1.4 | 225.0 ± 0.0 | 230.0 ± 0.0 | 235.0 ± 0.0 | 240.0 ± 0.0 |",
@@ -632,7 +632,7 @@ def test_report_of_lift_off(tmp_path, capsys):
     script.main(["indirect_indexing", "--small", "--report-only", "--output", str(tmp_path)])
     text = capsys.readouterr().out
     for line in (
-        "|  | column | seeds | solved | each seed | lifted off at step |",
+        "| system | column | seeds | solved | each seed | lifted off at step |",
         "| PoPE | Indirect Idx. | 3 of 8 | 2 of 3 | 98.0, 97.0, 45.0 | 300, 300, 500 |",
         "| RoPE | Indirect Idx. | 1 of 8 | 0 of 1 | 20.0 | never |",
         "| CoPE | Indirect Idx. | 0 of 3 | 0 of 0 | - | - |",

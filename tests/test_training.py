@@ -747,6 +747,7 @@ def test_own_text(tmp_path, capsys):
     assert "the last 5% of each of the 2 documents are held out" in capsys.readouterr().err
     assert results["data"]["split"] == "validation"
     assert results["data"]["train_file"] == str(tmp_path / "*.txt")
+    assert results["data"]["prompt"] == "line 190\na:"
     assert len(results["tokens_sha256"]) == 64
     assert "train_file" in (tmp_path / "run" / "recipe.yaml").read_text()
 

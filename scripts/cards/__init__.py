@@ -1,1 +1,1 @@
-"""Model cards, written from results files with a template."""
+"""Model cards, written from results files."""

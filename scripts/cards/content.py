@@ -1,112 +1,143 @@
-"""The content of a model card: the template `templates/model.md`, filled from results files and a configuration.
+"""The content of a model card, from results files and a configuration, in the form of `card_text`.
 
 All numbers are from the configuration or a results file. The same files give the same bytes.
 """
 
+import dataclasses
 import functools
 import json
-import pathlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub import ModelCard
 
-from ...model_card import card_head, card_tags, encoding_rows, encoding_text, loading_code, plain, sign
+from ...model_card import (
+    NO_RESULTS,
+    card_data,
+    card_head,
+    card_tags,
+    card_text,
+    loading_code,
+    plain,
+    sign,
+    with_licence,
+)
 from ...position_plan import max_length
 from ..evaluation.data_description import describe_data, is_transfer, loss_unit, measured_text, text_of
-from ..evaluation.length_report import heading
+from ..evaluation.length_report import heading, unit_of
 from ..evaluation.length_report import table as length_table
+from ..evaluation.results import markdown_table
+from .metadata import datasets_of, eval_results, licence_of, unit_text
+from .sample import generation
 
-TEMPLATE = pathlib.Path(__file__).with_name("templates") / "model.md"
 HERE = "the id of this repository, or the path of this folder"
 
 
-def model_card(
-    config: Any,
-    results: Mapping[str, Any],
-    *,
-    name: str,
-    weights: str,
-    place: str | None = None,
-    has_tokenizer: bool = False,
-    is_adapter: bool = False,
-    conversion: Mapping[str, Any] | None = None,
-    compared: Sequence[Mapping[str, Any]] = (),
-    **files: Any,
-) -> ModelCard:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What a card is made from.
+
+    Attributes:
+        results: from `read_results`; empty for a model without measurements.
+        place: the output folder of training; None if the weights are in the card's folder.
+        has_tokenizer: whether there is a tokenizer beside the weights.
+        is_adapter: whether the weights are a LoRA adapter (peft).
+        conversion: of weights that were converted and not trained since: what `conversion.json` says, the numbers of
+            `parameters` and of `new` ones, and `card_metadata`.
+        compared: entries of other cards for the first length results, measured on the same text.
+        figure, recipe_file: names of files beside the card.
+    """
+
+    config: Any
+    results: Mapping[str, Any]
+    place: str | None = None
+    has_tokenizer: bool = False
+    is_adapter: bool = False
+    conversion: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    compared: Sequence[Mapping[str, Any]] = ()
+    figure: str | None = None
+    recipe_file: str | None = None
+
+    @functools.cached_property
+    def run(self) -> Mapping[str, Any]:
+        """The results of training."""
+        return self.results.get("results", {})
+
+    @functools.cached_property
+    def data(self) -> Mapping[str, Any]:
+        """The data of training, with titles escaped for Markdown."""
+        return described(self.run["data"]) if self.run.get("data") else {}
+
+    @functools.cached_property
+    def lengths(self) -> list[Mapping[str, Any]]:
+        """Length results."""
+        return [one for key, one in self.results.items() if key.startswith("length")]
+
+    @functools.cached_property
+    def tasks(self) -> Mapping[str, Any]:
+        """Scores of lm-eval's tasks."""
+        tasks = self.results.get("lm_eval", {}).get("tasks", {})
+        return {name: {**task, "metrics": _with_meaning(task, self.config)} for name, task in tasks.items()}
+
+    @functools.cached_property
+    def base(self) -> str:
+        """The names of the models that the weights were made from, linked to the Hub; empty without one."""
+        names = self.run.get("base_model")
+        if self.conversion and not self.conversion.get("source_weights_sha256"):
+            names = self.conversion["source"]
+        if names:
+            names = [names] if isinstance(names, str) else names
+            return ", ".join(f"[`{name}`](https://huggingface.co/{name})" for name in names)
+        folder = self.run.get("base_folder") or self.conversion.get("source")
+        return f"`{folder}`" if folder else ""
+
+
+def model_card(facts: Facts, *, name: str, weights: str, licence: Mapping[str, Any] | None = None) -> ModelCard:
     """Builds the card of a model.
 
     Args:
-        results: from `read_results`; empty for a model without measurements.
-        place: the output folder of training; None if the weights are in the card's folder.
-        is_adapter: whether the weights are a LoRA adapter (peft).
-        conversion: of weights that were converted and not trained since: `source`, `new` (the number of new parameters)
-            and `card_metadata`.
-        compared: entries of other cards for the first length results, measured on the same text.
-        has_tokenizer: whether there is a tokenizer beside the weights.
-        files: for the template: the names of `figure` and `recipe_file`.
+        weights: their fingerprint.
+        licence: the licence that a user has given, by `LICENCE_KEYS`.
     """
-    training = dict(results.get("results", {}))
-    data = described(training["data"]) if training.get("data") else {}
-    split = data.get("split")
-    measured = [one for key, one in results.items() if key.startswith("length")]
-    lengths = [_length(one, compared if one is measured[0] else ()) for one in measured]
-    lm_eval = results.get("lm_eval", {})
-    tasks = {name: {**task, "metrics": _with_meaning(task, config)} for name, task in lm_eval.get("tasks", {}).items()}
-    found = [*_trained(training), *_lengths(results), *_tasks(tasks)]
-    auto, pipeline = card_head(config)
-    stated = {**conversion, "licence": conversion.get("license", "unknown")} if conversion else training
-    metadata = ModelCardData(
-        license=licence_of(stated),
-        license_name=stated.get("license_name"),
-        license_link=stated.get("license_link"),
-        library_name="peft" if is_adapter else "transformers",
-        pipeline_tag=pipeline,
-        base_model=stated.get("base_model"),
-        datasets=_datasets(data) or None,
+    config, conversion = facts.config, facts.conversion
+    blocks = [*_lengths(facts), *_metrics(facts), *_tasks(facts)]
+    known = {**conversion, "licence": conversion.get("license", "unknown")} if conversion else facts.run
+    found = eval_results(facts.results, facts.tasks, config.vocab_size)
+    metadata = card_data(
+        config,
+        license=licence_of(known),
+        license_name=known.get("license_name"),
+        license_link=known.get("license_link"),
+        library_name="peft" if facts.is_adapter else "transformers",
+        base_model=known.get("base_model"),
+        datasets=datasets_of(facts.data) or None,
         metrics=sorted({result.metric_type for result in found}) or None,
-        tags=[*card_tags(config), *(["lora"] if is_adapter else [])],
+        tags=[*card_tags(config), *(["lora"] if facts.is_adapter else [])],
         model_name=name if found else None,
         eval_results=found or None,
     )
-    card = ModelCard.from_template(
-        metadata,
-        template_path=str(TEMPLATE),
-        title=plain(name),
-        config=config,
-        encoding=encoding_text(config.position_encoding),
-        family="GPT-2" if "gpt2" in config.model_type else "Llama",
-        parameters=encoding_rows(config),
-        headline=headline(training),
-        training=training,
-        metrics={metric: one for metric, one in training.get("metrics", {}).items() if metric != "test_sets"},
-        test_sets=training.get("metrics", {}).get("test_sets", {}),
-        differences=_differences(training),
-        curves=results.get("curves"),
-        data=data,
-        unit=loss_unit(training),
-        held_out=plain(text_of(training["data"])) if data else "",
-        lengths=lengths,
-        lm_eval=lm_eval,
-        tasks=tasks,
-        origins={file: one for file, one in results.items() if "command" in one},
-        auto=auto,
-        quote=functools.partial(json.dumps, ensure_ascii=False),
-        loading=loading_code(
-            config,
-            place or name,
-            comment="the output folder of the training command" if place else HERE,
-            has_tokenizer=has_tokenizer,
-        ),
-        is_here=place is None,
-        has_tokenizer=has_tokenizer,
-        is_adapter=is_adapter,
-        conversion=conversion,
-        **files,
-        limit=max_length(config),
-        is_transfer=is_transfer(*(data.get("described", {}).get(key, {}).get("corpus") for key in ("train", split))),
+    about = "perplexity against length" if facts.lengths else "loss against training steps"
+    figure = [f"![{about}]({facts.figure})"] if facts.figure else []
+    text = card_text(
+        config,
+        name,
+        kind=_kind(facts),
+        summary=_summary(facts, has_results=bool(blocks)),
+        results=[*figure, *blocks[:1]],
+        code=_code(facts, name),
+        notes=[*_notes(facts)],
+        sections={
+            "Training": [*_training(facts)],
+            "Evaluation": [*blocks[1:], *_commands(facts.results)],
+            "Limitations": ["\n".join(f"- {line}" for line in _limitations(facts))],
+            "Licence": [*_licences(facts, str(metadata.license))],
+        },
+        has_code=facts.place is None and not facts.is_adapter,
     )
-    return sign(card.data, card.text, weights)
+    if licence:
+        text = with_licence(metadata, text, licence)
+    return sign(metadata, text, weights, is_given=bool(licence))
 
 
 def described(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -116,27 +147,122 @@ def described(data: Mapping[str, Any]) -> dict[str, Any]:
     return {**about, "described": splits, "split": about["split"].partition("[")[0]}
 
 
-def licence_of(training: Mapping[str, Any]) -> Any:
-    """Returns the licence of weights: the one in the results, or Apache-2.0 if trained from scratch on known text."""
-    if not training or training.get("licence") or training.get("base_model") or training.get("base_weights_sha256"):
-        return training.get("licence") or "unknown"
-    texts = describe_data(training["data"])["described"].values()
-    return "apache-2.0" if all(text["licence"] for text in texts) else "unknown"
-
-
-def headline(training: Mapping[str, Any]) -> str:
+def headline(run: Mapping[str, Any], vocabulary: int) -> str:
     """Returns the main result of a training run with its metric and data; empty without one."""
-    metrics, data = training.get("metrics", {}), training.get("data", {})
+    metrics, data = run.get("metrics", {}), run.get("data", {})
     if sets := metrics.get("test_sets"):
         name, scores = next(iter(sets.items()))
         return f"{100 * scores['token_error']:.2f} % wrong answer tokens, {data['task'].replace('_', ' ')}, {name}"
+    unit, found = unit_text(loss_unit(run), vocabulary), []
     # Perplexity for text; the papers report nats for music and genomes.
-    name = "perplexity" if "bits_per_byte" in metrics else "loss"
-    if name not in metrics:
+    if "bits_per_byte" in metrics:
+        found.append(f"{metrics['bits_per_byte']['value']:.4g} bits per byte")
+        found += [f"perplexity {metrics['perplexity']['value']:.4g} per {unit}"] if "perplexity" in metrics else []
+    elif "loss" in metrics:
+        found.append(f"loss {metrics['loss']['value']:.4g} nats per {unit}")
+    if not found:
         return ""
-    unit = loss_unit(training)
     corpus = data["splits"][data["split"]] if data["source"] == "corpus" else text_of(data)
-    return f"{name} per {unit} {metrics[name]['value']:.4g}, `{corpus}`"
+    return f"{', '.join(found)}, `{corpus}`"
+
+
+def _kind(facts: Facts) -> str:
+    family = "GPT-2" if "gpt2" in facts.config.model_type else "Llama"
+    count = facts.run.get("parameters") or facts.conversion.get("parameters")
+    size = f" {count:,} parameters and" if count else ""
+    return f"A {'LoRA adapter of a ' if facts.is_adapter else ''}{family}-style model with{size}"
+
+
+def _summary(facts: Facts, *, has_results: bool) -> str:
+    data, conversion = facts.data, facts.conversion
+    text = f", {'converted' if conversion else 'fine-tuned'} from {facts.base}" if facts.base else ""
+    if data:
+        text += " on " if facts.base else ", trained on "
+        text += _linked(data["described"].get("train") or data["described"][data["split"]])
+    text += "."
+    if result := headline(facts.run, facts.config.vocab_size):
+        text += f" Held-out result: {result}."
+    if conversion:
+        new = f"its {conversion['new']:,} new parameters are untrained, and " if conversion["new"] else ""
+        text += f" It was not trained after the conversion: {new}it needs fine-tuning (`whatwhere finetune`)."
+    return text if has_results else f"{text} {NO_RESULTS}"
+
+
+def _linked(one: Mapping[str, Any]) -> str:
+    """Returns the title of data, linked to their data set on the Hub if there is one."""
+    return f"[{one['title']}](https://huggingface.co/datasets/{one['dataset']})" if one["dataset"] else one["title"]
+
+
+def _note(unit: str, vocabulary: int, *, has_bytes: bool = True) -> str:
+    """Returns the sentence on what a perplexity can be compared with."""
+    if unit == "byte":
+        return "Perplexity is per byte."
+    text = f"Perplexity is per token of a tokenizer with {vocabulary:,} entries: not comparable between tokenizers"
+    return text + ("; bits per byte are." if has_bytes else ".")
+
+
+def _lengths(facts: Facts) -> Iterator[str]:
+    for content in facts.lengths:
+        own = [{**entry, "name": "**this model**"} for entry in content["checkpoints"]]
+        others = facts.compared if content is facts.lengths[0] else ()
+        linked = [{**entry, "name": f"[{entry['name']}](../{entry['name']}/README.md)"} for entry in others]
+        title = plain(heading(own, measured_text(content["data"], own)))
+        note = _note(unit_of(own), facts.config.vocab_size)
+        yield f"{title}. {note}\n\n{length_table([*own, *linked], aligned=False)}"
+
+
+def _metrics(facts: Facts) -> Iterator[str]:
+    run, unit = facts.run, loss_unit(facts.run)
+    metrics = dict(run.get("metrics", {}))
+    if sets := metrics.pop("test_sets", {}):
+        rows = [["test set", "differs in", "error per answer token", "error per sequence", "answers", "sequences"]]
+        differences = _differences(run)
+        for name, one in sets.items():
+            errors = [f"{100 * one[key]:.2f} %" for key in ("token_error", "sequence_error")]
+            rows.append([name.replace("_", " "), differences[name], *errors, f"{one['tokens']:,}"])
+            rows[-1].append(f"{one['sequences']:,}")
+        title = facts.data["described"][facts.data["split"]]["title"]
+        text = f"Held-out samples of the {title}; answers are predicted from the correct tokens before them."
+        yield f"{text}\n\n{markdown_table(rows)}"
+    if metrics:
+        text = f"Held-out loss on {plain(text_of(run['data']))}"
+        text += f", sequences of {run['length']:,} tokens" if run.get("length") else ""
+        text += f", {run['tokens']:,} tokens scored." if run.get("tokens") else "."
+        if "perplexity" in metrics:
+            text += f" {_note(unit, facts.config.vocab_size, has_bytes='bits_per_byte' in metrics)}"
+        if run.get("changed_documents"):
+            text += f" The tokenizer changes the text of {run['changed_documents']:,} documents: bits per byte are not "
+            text += "comparable with those of other tokenizers."
+        names = {"loss": f"loss, nats per {unit}", "perplexity": f"perplexity per {unit}"}
+        before, rows = run.get("metrics_before", {}), [["metric", "value"]]
+        if before:
+            rows = [["metric", "before fine-tuning", "after"]]
+        for metric, one in metrics.items():
+            first = [_score(before[metric]) if metric in before else "-"] if before else []
+            rows.append([names.get(metric, metric.replace("_", " ")), *first, _score(one)])
+        yield f"{text}\n\n{markdown_table(rows)}"
+
+
+def _tasks(facts: Facts) -> Iterator[str]:
+    if not facts.tasks:
+        return
+    text, lm_eval = "Zero-shot tasks (lm-eval).", facts.results["lm_eval"]
+    if any(task.get("limit") is not None for task in facts.tasks.values()):
+        text += " Scores on the first questions only are not comparable with scores on all questions."
+    if lm_eval.get("truncated_requests"):
+        text += f" {lm_eval['truncated_requests']:,} requests were longer than {lm_eval['max_length']:,} tokens and "
+        text += "were truncated at the beginning."
+    rows = [["task", "version", "split", "shots", "questions", "metric", "value"]]
+    for name, task in facts.tasks.items():
+        questions = f"{'first ' if task.get('limit') is not None else ''}{task['samples']:,}"
+        about = [name, str(task["version"]), str(task["split"]), str(task["shots"]), questions]
+        rows += [[*about, metric, _score(one)] for metric, one in task["metrics"].items()]
+    yield f"{text}\n\n{markdown_table(rows)}"
+
+
+def _score(one: Mapping[str, Any]) -> str:
+    error = one.get("standard_error")
+    return f"{one['value']:.4f}" + (f" ± {error:.4f}" if error is not None else "")
 
 
 def _with_meaning(task: Mapping[str, Any], config: Any) -> dict[str, Any]:
@@ -145,87 +271,181 @@ def _with_meaning(task: Mapping[str, Any], config: Any) -> dict[str, Any]:
     return {name: one for name, one in metrics if name != "perplexity" or one["value"] <= config.vocab_size}
 
 
-def _result(data: Mapping[str, Any], metric: str, value: float, where: str, *, unit: str | None = None) -> EvalResult:
-    """Returns a result for a card's metadata; loss and perplexity have a unit."""
-    about = describe_data(data)
-    one = about["described"].get(about["split"]) or next(iter(about["described"].values()))
-    return EvalResult(
-        task_type="text-generation",
-        dataset_type=str(
-            one["corpus"] or one["dataset"] or about.get("task") or about.get("source") or about["corpus"]
-        ),
-        dataset_name=one["title"],
-        dataset_split=about["split"],
-        metric_type=metric,
-        metric_name=metric.replace("_", " ") + f" per {unit}" * (unit is not None) + f", {where}",
-        metric_value=_rounded(value),
-    )
-
-
-def _rounded(number: float) -> float:
-    """Rounds to six significant digits."""
-    return float(f"{number:.6g}")
-
-
-def _trained(training: Mapping[str, Any]) -> Iterator[EvalResult]:
-    for metric, score in training.get("metrics", {}).items():
-        if metric != "test_sets":
-            unit = None if metric == "bits_per_byte" else loss_unit(training)
-            yield _result(training["data"], metric, score["value"], "final evaluation", unit=unit)
-    for name, errors in training.get("metrics", {}).get("test_sets", {}).items():
-        for metric in ("token_error", "sequence_error"):
-            yield _result(training["data"], metric, errors[metric], f"test set {name.replace('_', ' ')}")
-
-
-def _lengths(results: Mapping[str, Any]) -> Iterator[EvalResult]:
-    """Yields perplexities by length, except on parts of a split, which are not comparable with others."""
-    for length in (one for key, one in results.items() if key.startswith("length")):
-        if length["data"].get("document_limit") or length["data"].get("text_tokens"):
-            continue
-        for entry in length["checkpoints"]:
-            variant = f", {entry['variant']}" if entry["variant"] else ""
-            for cell in (cell for cell in entry["cells"] if cell["reached"]):
-                where = f"at {cell['length']} tokens{variant}"
-                unit = entry.get("unit") or "token"
-                yield _result(length["data"], "perplexity", cell["perplexity"], where, unit=unit)
-
-
-def _tasks(tasks: Mapping[str, Any]) -> Iterator[EvalResult]:
-    """Yields scores of tasks, except those with `--limit`."""
-    for name, task in tasks.items():
-        for metric, score in task["metrics"].items() if task.get("limit") is None else ():
-            yield EvalResult(
-                task_type="text-generation",
-                dataset_type=name,
-                dataset_name=name,
-                dataset_split=task["split"],
-                dataset_args={key: task[key] for key in ("shots", "samples", "version") if task.get(key) is not None},
-                metric_type="accuracy" if metric in ("acc", "acc_norm") else metric,
-                metric_name=metric,
-                metric_value=_rounded(score["value"]),
-            )
-
-
-def _datasets(data: Mapping[str, Any]) -> list[str]:
-    """Returns the Hub ids of the training data; empty if they are not from the Hub."""
-    train = data.get("described", {}).get("train", {}).get("dataset")
-    return [train] if train and data.get("place") != "local files" else []
-
-
-def _differences(training: Mapping[str, Any]) -> dict[str, str]:
+def _differences(run: Mapping[str, Any]) -> dict[str, str]:
     """Returns, for each test set of a toy task, the parameters that differ from training."""
-    if training.get("data", {}).get("source") != "task":
-        return {}
-    sets = training["recipe"]["data"]["test_sets"] or {}
+    sets = run["recipe"]["data"]["test_sets"] or {}
     return {
         name: ", ".join(f"{key} {value}" for key, value in changed.items() if key != "test_samples")
         for name, changed in sets.items()
     }
 
 
-def _length(length: Mapping[str, Any], compared: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns `heading` and `table` of length results for the template."""
-    own = [{**entry, "name": "**this model**"} for entry in length["checkpoints"]]
-    others = [{**entry, "name": f"[{entry['name']}](../{entry['name']}/README.md)"} for entry in compared]
-    table = length_table([*own, *others], aligned=False)
-    return {"heading": plain(heading(own, measured_text(length["data"], own))), "table": table}
+def _code(facts: Facts, name: str) -> str:
+    """Returns the code that loads the model and, if it has a tokenizer, uses it."""
+    comment = "the output folder of the training command" if facts.place else HERE
+    code = loading_code(facts.config, facts.place or name, comment=comment, has_tokenizer=facts.has_tokenizer)
+    if not facts.has_tokenizer:
+        return code
+    prompt, tokens = generation(facts.data, facts.conversion)
+    if sample := facts.results.get("sample"):
+        prompt, tokens = sample["prompt"], sample["tokens"]
+    code += f'\ninputs = tokenizer({json.dumps(prompt, ensure_ascii=False)}, return_tensors="pt")\n'
+    if card_head(facts.config)[0] != "AutoModelForCausalLM":
+        return f"{code}print(model(**inputs)[0].shape)"
+    code += f"output = model.generate(**inputs, max_new_tokens={tokens}, do_sample=False)\n"
+    if not facts.data.get("example"):
+        return f"{code}print(tokenizer.decode(output[0], skip_special_tokens=True))"
+    code += 'print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))\n'
+    return f"{code}# correct answer: {facts.data['example']['answer']}"
+
+
+def _notes(facts: Facts) -> Iterator[str]:
+    """Yields what follows the code: a sample of the model's text, and how to make the weights if they are not here."""
+    run = facts.run
+    if sample := facts.results.get("sample"):
+        # Bytes that are no text, as small models write them, would not survive in a file.
+        text = "".join(one if one.isprintable() or one in "\t\n" else "\ufffd" for one in sample["text"])
+        fence = max(["```", *(f"{found}`" for found in re.findall("`{3,}", text))], key=len)
+        yield f"It prints:\n\n{fence}text\n{text}\n{fence}"
+        if facts.data.get("kind") == "text" and facts.data.get("prompt"):
+            yield f"The prompt is from held-out text: {plain(text_of(run['data']))}."
+    if facts.place:
+        time = f" ({run['seconds'] / 60:,.1f} minutes, device `{run['device']}`)" if run.get("seconds") else ""
+        yield (
+            f"The weights are not published. This command trains them{time}; other machines and versions give slightly "
+            f"different weights:\n\n```bash\n{run['command']}\n```"
+        )
+    if not facts.has_tokenizer:
+        yield "No tokenizer is saved with the model."
+
+
+def _training(facts: Facts) -> Iterator[str]:
+    """Yields the blocks of the section on training; none without a training run."""
+    run, data = facts.run, facts.data
+    if not run:
+        return
+    if settings := [*map(list, _settings(facts))]:
+        yield markdown_table([["setting", "value"], *settings])
+    if data:
+        rows = [["split", "documents", "corpus"]]
+        for split, one in data["described"].items():
+            rows.append([split, f"`{one['choice']}`" if one["choice"] else "all", _linked(one)])
+        yield markdown_table(rows)
+        if data.get("place") == "local files":
+            yield (
+                "The data were local files in the folder `WHATWHERE_DATA_DIR`. Without this variable the data are "
+                "downloaded, and versions can differ."
+            )
+    if facts.recipe_file:
+        yield f"The recipe, with all defaults: [{facts.recipe_file}]({facts.recipe_file})."
+    if not facts.place:
+        yield f"```bash\n{run['command']}\n```"
+    yield _origin("results", run)
+
+
+def _settings(facts: Facts) -> Iterator[tuple[str, str]]:
+    """Yields the rows of the table of a training run."""
+    run, curves = facts.run, facts.results.get("curves", {})
+    recipe = run.get("recipe") or {}
+    # Fine-tuning records its own options as the recipe.
+    training = run.get("training") or recipe.get("training") or {}
+    numbers = {"steps": "optimiser steps", "tokens_trained": "tokens seen", "samples_trained": "samples seen"}
+    numbers |= {"length": "sequence length", "seed": "seed", "seconds": "seconds"}
+    for key, label in numbers.items():
+        if run.get(key) is not None:
+            yield label, f"{run[key]:,.0f}"
+        if key == "samples_trained" and "batch_size" in training:
+            tokens = run.get("tokens_trained")
+            each = f", {tokens // run['steps']:,} tokens" if tokens and run.get("steps") else ""
+            yield "batch size per step", f"{training['batch_size']:,} sequences{each}"
+    if "learning_rate" in training:
+        yield from _optimisation(training, recipe)
+    if kept := run.get("kept"):
+        yield "step of the lowest validation loss, whose weights were kept", f"{kept['step']:,}"
+    if curves.get("training"):
+        yield f"training loss at the end, nats per {loss_unit(run)}", f"{curves['training'][-1]['loss']:.4f}"
+    if curves.get("validation"):
+        last = curves["validation"][-1]
+        yield f"validation loss after step {last['step']:,}, nats per {loss_unit(run)}", f"{last['loss']:.4f}"
+    if run.get("commit"):
+        yield "commit", run["commit"]
+
+
+def _optimisation(training: Mapping[str, Any], recipe: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "optimiser", f"AdamW, betas {training['beta1']:g} and {training['beta2']:g}, epsilon {training['epsilon']:g}"
+    yield "learning rate", f"{training['learning_rate']:g}"
+    if recipe.get("new_learning_rate") is not None:
+        yield "learning rate of new parameters", f"{recipe['new_learning_rate']:g}"
+    least = training["minimum_learning_rate"]
+    schedule = {"cosine": f"cosine, down to {least:g}", "linear": "linear, down to 0"}
+    yield "schedule", schedule.get(training["schedule"], training["schedule"])
+    yield "warm-up", f"{training['warmup_steps']:,} steps"
+    yield "weight decay", f"{training['weight_decay']:g}"
+    if training["clip_norm"] is not None:
+        yield "largest gradient norm", f"{training['clip_norm']:g}"
+    yield "precision", "bfloat16, mixed" if training["mixed_precision"] == "bf16" else "float32"
+    if recipe.get("lora"):
+        dropout = f", dropout {recipe['lora_dropout']:g}" if recipe["lora_dropout"] else ""
+        yield "LoRA", f"rank {recipe['lora_rank']}, alpha {recipe['lora_alpha']:g}{dropout}"
+
+
+def _commands(results: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the commands of all measurements after training."""
+    for file, one in results.items():
+        if file != "results" and "command" in one:
+            commands = dict.fromkeys(run["command"] for run in (*one.get("earlier", []), one))
+            yield "```bash\n" + "\n".join(commands) + "\n```"
+            yield _origin(file, one)
+
+
+def _origin(file: str, one: Mapping[str, Any]) -> str:
+    versions = [f"{package} {version}" for package, version in (one.get("versions") or {}).items()]
+    return ", ".join([f"`{file}.json`", one["date"], *versions]) + "."
+
+
+def _limitations(facts: Facts) -> Iterator[str]:
+    run, data, limit = facts.run, facts.data, max_length(facts.config)
+    if facts.is_adapter:
+        yield "It is loaded onto the model in `adapter_config.json` (`base_model_name_or_path`), by path or Hub id."
+    if run.get("tokens_trained") and run.get("parameters"):
+        text = f"{'Fine-tuned' if facts.base else 'Trained'} on {run['tokens_trained']:,} tokens, "
+        text += f"{run['tokens_trained'] / run['parameters']:.2f} per parameter. The results apply to this size and "
+        yield f"{text}budget only."
+    if run.get("seed") is not None:
+        yield f"One training run, seed {run['seed']}; this card has no other seeds."
+    corpora = [data.get("described", {}).get(split, {}).get("corpus") for split in ("train", data.get("split"))]
+    if is_transfer(*corpora):
+        text = f"Trained on `{corpora[0]}` and measured on `{corpora[1]}`: "
+        yield f"{text}the difference between the two is part of the result."
+    text = f"The configured length is {facts.config.max_position_embeddings:,} tokens; the encoding "
+    text += "has no limit." if limit is None else f"supports at most {limit:,}."
+    yield f"{text} Quality beyond the trained length is known only at the measured lengths."
+    if data.get("kind") == "text" and not facts.lengths:
+        yield "Length extrapolation was not measured."
+    if data.get("kind") == "text" and not facts.tasks:
+        yield "Zero-shot tasks were not measured."
+    if data.get("kind") == "task":
+        yield "It only models the symbols of one generated task. It is not a language model."
+    elif data.get("kind") == "symbols":
+        yield "It generates symbols of its own tokenizer, and can reproduce its training data."
+    elif facts.base:
+        only = "" if facts.conversion else "This card describes the fine-tuning only. "
+        yield f"{only}For the data and the limits of {facts.base}, see its card."
+    else:
+        yield "It was not trained to follow instructions or for safety, and can reproduce its training text."
+
+
+def _licences(facts: Facts, licence: str) -> Iterator[str]:
+    """Yields the licence of the weights, and those of the data."""
+    if licence == "unknown":
+        yield "The licence of the weights is not stated" + (f"; that of {facts.base} applies." if facts.base else ".")
+    elif facts.base:
+        yield f"Weights: {licence}, as in the card of {facts.base}."
+    else:
+        yield f"Code, weights and this card: {licence}."
+    titles: dict[str, str] = {}
+    for one in facts.data.get("described", {}).values():
+        titles.setdefault(one["title"], one["licence"] or "not known")
+    if titles:
+        yield "Licences of the data:"
+        yield "\n".join(f"- {title}: {licence}" for title, licence in titles.items())

@@ -3,14 +3,16 @@
 import contextlib
 import os
 import pathlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import transformers
 
-from ...model_card import NO_RESULTS
+from ...model_card import NO_RESULTS, complete_data, given_licence, is_of_trainer, is_template, read_card
 from ..conversion.record import RECORD, card_metadata
+from ..errors import Refused
 from ..evaluation.checkpoints import checked_loading
 from ..evaluation.curves import curves_figure
 from ..evaluation.data_description import curves_title, loss_unit, measured_text
@@ -18,15 +20,22 @@ from ..evaluation.figures import save_png
 from ..evaluation.length_report import figure_of
 from ..evaluation.results import read_json, results_of
 from ..processes import is_first_process
-from ..writing import write_text
-from .content import model_card
+from ..writing import write_json, write_text
+from .content import Facts, model_card
+from .sample import generation, take_sample
 
 
-def write_card(folder: str | pathlib.Path, *, name: str | None = None) -> pathlib.Path:
+def write_card(folder: str | pathlib.Path, *, name: str | None = None, licence: str | None = None) -> pathlib.Path:
     """Writes README.md into a folder, from the other files in it, and returns its path.
 
-    The model's name is by default the folder's.
+    A card of the Trainer or TRL keeps its text, and gets the metadata that it lacks. With the first card of weights,
+    `sample.json` is written.
+
+    Args:
+        name: of the model, by default the folder's.
+        licence: of the weights, an identifier of the Hub; by default the one given before, or the base model's.
     """
+    check_licence(licence)
     folder = pathlib.Path(folder)
     adapter = folder / "adapter_config.json"
     is_adapter = adapter.is_file() and not (folder / "config.json").is_file()
@@ -45,6 +54,16 @@ def write_card(folder: str | pathlib.Path, *, name: str | None = None) -> pathli
         raise ValueError(
             f"folder={str(folder)!r} is not valid: its model_type {config.model_type!r} is not one of this package."
         )
+    path, (old, mark) = folder / "README.md", read_card(folder)
+    if old is not None and mark is None and is_of_trainer(old):
+        if name is not None:
+            raise Refused(
+                f"name={name!r} has no effect: {str(path)!r} is a card of the Trainer or TRL, and keeps its text."
+            )
+        complete_data(old, config)
+        old.data["license"] = licence or old.data["license"]
+        old.save(path)
+        return path
     about = read_json(folder / "card.json") if (folder / "card.json").is_file() else None
     results, weights = results_of(folder)
     first = next((key for key in results if key.startswith("length")), None)
@@ -52,23 +71,33 @@ def write_card(folder: str | pathlib.Path, *, name: str | None = None) -> pathli
     figure = first or ("curves" if about and "curves" in results else None)
     if about and figure:
         _draw(folder, figure, results, compared, config.position_encoding)
-    path = folder / "README.md"
     has_tokenizer = about["tokenizer"] if about else (folder / "tokenizer_config.json").is_file()
-    card = model_card(
-        config,
-        results,
-        name=name or folder.resolve().name,
-        weights=weights,
+    facts = Facts(
+        config=config,
+        results=results,
         has_tokenizer=has_tokenizer,
         figure=f"{figure}.png" if figure and (folder / f"{figure}.png").is_file() else None,
         compared=compared,
         recipe_file="recipe.yaml" if (folder / "recipe.yaml").is_file() else None,
         place=about["weights"] if about else None,
         is_adapter=is_adapter,
-        conversion=None if "results" in results else _conversion(folder, config),
+        conversion={} if "results" in results else _conversion(folder, config),
     )
+    if has_tokenizer and not about and "sample" not in results:
+        sample = take_sample(folder, config, facts.data, *generation(facts.data, facts.conversion))
+        if sample is not None:
+            results["sample"] = {**sample, "weights_sha256": weights}
+            write_json(folder / "sample.json", results["sample"])
+    given = {"license": licence} if licence else given_licence(old, mark)
+    card = model_card(facts, name=name or folder.resolve().name, weights=weights, licence=given)
     write_text(path, str(card))
     return path
+
+
+def check_licence(licence: str | None) -> None:
+    """Raises Refused for a licence that is not an identifier of the Hub."""
+    if licence is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", licence):
+        raise Refused(f"licence={licence!r} is not valid: it must be an identifier of the Hub, like 'apache-2.0'.")
 
 
 @contextlib.contextmanager
@@ -91,20 +120,21 @@ def card_of_run(folder: str | pathlib.Path) -> Iterator[None]:
 
 
 def _has_results(card: pathlib.Path) -> bool:
-    """Returns whether a card exists that is not the short one, which models write when they are saved."""
-    return card.is_file() and NO_RESULTS not in card.read_text(encoding="utf-8")
+    """Returns whether a card exists that is neither the short one, which models write when saved, nor a template."""
+    found, _ = read_card(card.parent)
+    return found is not None and NO_RESULTS not in found.text and not is_template(found)
 
 
-def _conversion(folder: pathlib.Path, config: Any) -> dict[str, Any] | None:
-    """Returns what `whatwhere convert` recorded in a folder for the template, and the metadata of its card; or None."""
+def _conversion(folder: pathlib.Path, config: Any) -> dict[str, Any]:
+    """Returns what `whatwhere convert` recorded in a folder, and the metadata of its card; empty without a record."""
     record = read_json(folder / RECORD) if (folder / RECORD).is_file() else {}
     # Fine-tuning records only the new parameters.
     if "source" not in record:
-        return None
+        return {}
     with torch.device("meta"):
-        parameters = transformers.AutoModelForCausalLM.from_config(config).named_parameters()
-    new = sum(parameter.numel() for name, parameter in parameters if name in record["new_parameters"])
-    return {"source": record["source"], "new": new, **card_metadata(str(folder))}
+        model: Any = transformers.AutoModelForCausalLM.from_config(config)
+    new = sum(one.numel() for name, one in model.named_parameters() if name in record["new_parameters"])
+    return {**record, "parameters": model.num_parameters(), "new": new, **card_metadata(str(folder))}
 
 
 def _compared(folder: pathlib.Path, name: str, own: Mapping[str, Any]) -> list[dict[str, Any]]:

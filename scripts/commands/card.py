@@ -1,14 +1,17 @@
 """Write model cards from results files: next to the weights, or in separate folders.
 
     whatwhere card demo/pope
+    whatwhere card runs/mine --name you/your-model --licence mit
+    whatwhere card runs/rope runs/pope --results results/length_pg19.json
     whatwhere card runs/rope runs/pope --output model_cards --results results/length_pg19.json
     whatwhere card --output model_cards    # rewrite all cards, and their list in README.md, if it has one
 
 A card's folder contains `config.json`, `recipe.yaml`, the results files of its weights (`results.json`, `length.json`,
-`length_*.json`, `lm_eval.json`), `curves.json` (a thinned `metrics.jsonl`), one figure, and `card.json` with the place
-of the weights. `--results` adds measurements of several checkpoints: each card gets its own entries, and also shows
-those of the other cards that were measured on the same text. Absolute paths in recorded commands are shortened to their
-last part. Cards of the papers' tables (`whatwhere reproduce --cards`) are rewritten, too.
+`length_*.json`, `lm_eval.json`, `sample.json`), `curves.json` (a thinned `metrics.jsonl`), one figure, and `card.json`
+with the place of the weights. `--results` adds measurements of several checkpoints: each folder gets its own entries,
+and cards in one folder also show those of the others that were measured on the same text. A licence that was given once
+is kept. Absolute paths in recorded commands are shortened to their last part. Cards of the papers' tables (`whatwhere
+reproduce --cards`) are rewritten, too.
 """
 
 import collections
@@ -25,7 +28,7 @@ from ..cards.content import headline
 from ..cards.folder import write_card
 from ..evaluation.curves import read_curves
 from ..evaluation.data_description import describe_data
-from ..evaluation.results import markdown_table, own_lengths, read_json, read_results, result_files
+from ..evaluation.results import markdown_table, own_entries, own_lengths, read_json, read_results, result_files
 from ..parsers import command_parser
 from ..writing import check_writable, write_json, write_text
 
@@ -62,6 +65,22 @@ def card_folder(run: pathlib.Path, output: pathlib.Path, name: str | None = None
     if folder.exists() and any(folder.iterdir()) and not (folder / "card.json").is_file():
         raise ValueError(f"name={name!r} is not valid: {str(folder)!r} exists, and is not a model's card.")
     return folder
+
+
+def _add_results(runs: Sequence[pathlib.Path], files: Sequence[pathlib.Path]) -> None:
+    """Writes, beside the weights of each run, the entries of length results that were measured with them."""
+    for path in files:
+        content, found = read_json(path), False
+        for run in runs:
+            if own := own_entries(content, weights_fingerprint(run)):
+                found = True
+                write_json(run / path.name, own)
+        if not found:
+            raise _of_other_weights(path)
+
+
+def _of_other_weights(path: pathlib.Path) -> ValueError:
+    return ValueError(f"results={str(path)!r} is not valid: none of its checkpoints has the weights of a RUN.")
 
 
 def collect(run: pathlib.Path, folder: pathlib.Path, shared: Mapping[str, Mapping[str, Any]]) -> None:
@@ -119,9 +138,9 @@ def index(output: pathlib.Path) -> str:
     for folder in sorted(path.parent for path in output.glob("*/card.json")):
         training, config = read_json(folder / "results.json"), read_json(folder / "config.json")
         size = f"{training['parameters']:,}" if training.get("parameters") else ""
-        others = [f"`{path.name}`" for path in result_files(folder) if path.stem not in ("results", "curves")]
+        others = [f"`{path.name}`" for path in result_files(folder) if path.stem.startswith(("length", "lm_eval"))]
         encoding = f"`{encoding_text(config['position_encoding'])}`"
-        models.append([_link(folder.name), encoding, size, headline(training), ", ".join(others)])
+        models.append([_link(folder.name), encoding, size, headline(training, config["vocab_size"]), ", ".join(others)])
     tables = []
     for path in sorted(output.glob("*/results.json")):
         if "table" not in (table := read_json(path)):
@@ -152,12 +171,16 @@ def make(
     *,
     name: str | None = None,
     files: Sequence[pathlib.Path] = (),
+    licence: str | None = None,
 ) -> list[pathlib.Path]:
     """Writes the cards of runs into separate folders, or without runs rewrites all cards there; returns the paths.
 
-    `name` is as in `card_folder`, for a single run; `files` are length results of several runs, measured together.
+    `name` is as in `card_folder`, for a single run; `files` are length results of several runs, measured together;
+    `licence` is as in `write_card`.
     """
     if not runs:
+        if name or files or licence:
+            raise ValueError("--name, --results and --licence need a RUN.")
         if not (paths := regenerate(output)):
             raise ValueError(f"output={str(output)!r} has no cards: give a RUN.")
         return paths
@@ -169,8 +192,8 @@ def make(
         collect(run, folder, shared)
     for path in files:
         if not any((folder / path.name).is_file() for folder in folders):
-            raise ValueError(f"results={str(path)!r} is not valid: none of its checkpoints has the weights of a RUN.")
-    return [*map(write_card, folders), *write_index(output)]
+            raise _of_other_weights(path)
+    return [*(write_card(folder, licence=licence) for folder in folders), *write_index(output)]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -180,24 +203,22 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--output", type=pathlib.Path, metavar="DIR", help="the folder of all cards (default: next to the weights)"
     )
-    parser.add_argument("--name", help="with --output: folder name of a RUN (default: recipe and encoding)")
+    parser.add_argument("--name", help="of the model (default: the folder's); with --output, of its card's folder")
+    parser.add_argument("--licence", metavar="ID", help="of the weights, an identifier of the Hub like apache-2.0")
     parser.add_argument(
-        "--results",
-        nargs="+",
-        default=[],
-        type=pathlib.Path,
-        metavar="FILE",
-        help="with --output: length*.json of RUNs",
+        "--results", nargs="+", default=[], type=pathlib.Path, metavar="FILE", help="length*.json of RUNs"
     )
     options = parser.parse_args(arguments)
     if options.output is None:
-        if options.name or options.results:
-            parser.error("--name and --results need --output, the folder of all cards.")
         if not options.runs:
             parser.error("give a RUN, or --output with the folder of all cards.")
-        paths = [write_card(run) for run in options.runs]
+        if options.name and len(options.runs) > 1:
+            parser.error("--name needs a single RUN.")
+        _add_results(options.runs, options.results)
+        paths = [write_card(run, name=options.name, licence=options.licence) for run in options.runs]
     else:
         check_writable(options.output)
-        paths = make(options.runs, options.output, name=options.name, files=options.results)
+        given = {"name": options.name, "files": options.results, "licence": options.licence}
+        paths = make(options.runs, options.output, **given)
     for path in paths:
         print(path)

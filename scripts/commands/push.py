@@ -3,7 +3,8 @@
     whatwhere push demo/pope you/pope-on-code
     whatwhere push runs/finetuned you/finetuned --private --licence apache-2.0
 
-The card's example of loading names the repository. An edited card is pushed as it is. Checkpoints, states of trainers
+The card's example of loading names the repository. An edited card is pushed as it is; an empty template, as PEFT
+writes, is replaced, and cards of the Trainer and TRL get the metadata that they lack. Checkpoints, states of trainers
 and hidden files are not pushed, and absolute paths in results are shortened to their last part. A later push uploads
 what has changed, and deletes weights, code, JSON files and chat templates in the repository that the run does not have.
 Log in first: `hf auth login`, or the variable HF_TOKEN.
@@ -22,8 +23,8 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
-from ...model_card import NO_RESULTS, read_card, sign
-from ..cards.folder import write_card
+from ...model_card import NO_RESULTS, given_licence, is_of_trainer, is_template, read_card, sign, with_licence
+from ..cards.folder import check_licence, write_card
 from ..errors import Refused
 from ..parsers import command_parser
 from ..writing import write_json, write_text
@@ -38,7 +39,6 @@ _NOT_PUSHED = ("trainer_state.json",)
 _REPLACED = ["*.safetensors", "*.json", "*.jinja", "*.py"]
 # Of the library for HTTP, which is another one in each version of huggingface_hub.
 _NETWORK_ERROR: Any = HfHubHTTPError.__bases__[0]
-_LICENCE = re.compile(r"[a-z0-9][a-z0-9.+-]*")
 
 
 def staged(run: pathlib.Path, folder: pathlib.Path, repo: str, licence: str | None = None) -> None:
@@ -48,10 +48,12 @@ def staged(run: pathlib.Path, folder: pathlib.Path, repo: str, licence: str | No
         ValueError: `run` is not a folder with a model or an adapter that others can load.
     """
     _check(run)
+    card: Any
     card, mark = read_card(run)
-    # An edited card stays.
-    if card is None or (mark and (run / "results.json").is_file() and NO_RESULTS in card.text):
-        write_card(run)
+    # An edited card stays, and one with results that were copied with the weights.
+    is_short = mark and NO_RESULTS in card.text and (run / "results.json").is_file()
+    if card is None or is_short or is_template(card) or is_of_trainer(card):
+        write_card(run, licence=licence)
     for path in sorted(run.iterdir()):
         target = folder / path.name
         if path.name == "additional_chat_templates":
@@ -66,12 +68,15 @@ def staged(run: pathlib.Path, folder: pathlib.Path, repo: str, licence: str | No
             target.symlink_to(path.resolve())
     written: Any
     written, mark = read_card(run)
+    text = written.text[: mark.start()] if mark else written.text
+    is_given = bool(licence or given_licence(written, mark))
     if licence is not None:
-        written.data["license"] = licence
+        text = with_licence(written.data, text, {"license": licence})
+        # For later pushes.
+        (sign(written.data, text, mark["weights"], is_given=True) if mark else written).save(run / "README.md")
     if mark:
-        text = without_folders(written.text[: mark.start()])
-        text = re.sub(r'^name = "[^\n]*?"', f'name = "{repo}"', text, flags=re.MULTILINE)
-        written = sign(written.data, text, mark["weights"])
+        text = re.sub(r'^name = "[^\n]*?"', f'name = "{repo}"', without_folders(text), flags=re.MULTILINE)
+        written = sign(written.data, text, mark["weights"], is_given=is_given)
     written.save(folder / "README.md")
 
 
@@ -116,8 +121,7 @@ def push(run: pathlib.Path, repo: str, *, private: bool = False, licence: str | 
         raise Refused(f"repo={repo!r} is not valid: it must be like 'you/your-model'.") from error
     if "/" not in repo:
         raise Refused(f"repo={repo!r} is not valid: it must be like 'you/your-model'.")
-    if licence is not None and not _LICENCE.fullmatch(licence):
-        raise Refused(f"licence={licence!r} is not valid: it must be an identifier of the Hub, like 'apache-2.0'.")
+    check_licence(licence)
     hub = HfApi()
     try:
         # Before anything is written.

@@ -5,18 +5,17 @@ import os
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCard
 from transformers import AutoConfig
 from transformers.utils import cached_file
 
-from whatwhere.model_card import weights_fingerprint
+from whatwhere.model_card import read_card, sign, weights_fingerprint, with_licence
 from whatwhere.position_plan import check_name
 
 from ..data.tokenize import load_tokenizer, why_not_loaded
 from ..evaluation.checkpoints import check_vocabulary, checked_loading
 from ..writing import check_writable, write_json
 from .encoding import convert
-from .record import RECORD, card_metadata
+from .record import RECORD, card_metadata, prompt_of
 from .source import load_source
 
 
@@ -52,22 +51,27 @@ def convert_folder(
     tokenizer.save_pretrained(output)
     _complete_metadata(output, source)
     local = weights_fingerprint(Path(source)) if os.path.isdir(source) else None
+    prompt = prompt_of(Path(source)) if local else None
     source = Path(source).resolve().name if local else source
     record = {"source": source, "source_weights_sha256": local, "new_parameters": new, "dropped_parameters": dropped}
-    write_json(output / RECORD, record)
+    write_json(output / RECORD, {**record, "prompt": prompt})
     return model, new, dropped
 
 
 def _complete_metadata(folder: Path, source: str) -> None:
     """Adds the source to the model card in a folder, and its licence if the source's card states one."""
-    card = ModelCard.load(folder / "README.md")
+    card: Any
+    mark: Any
+    card, mark = read_card(folder)
     known = card_metadata(source)
     # The Hub takes ids only; the source of a folder is known if it was made from one.
     if not os.path.isdir(source):
         known["base_model"] = source
-    for key, value in known.items():
-        card.data[key] = value
-    card.save(folder / "README.md")
+    text = card.text[: mark.start()]
+    card.data["base_model"] = known.get("base_model")
+    if "license" in known:
+        text = with_licence(card.data, text, known)
+    sign(card.data, text, mark["weights"], is_given="license" in known).save(folder / "README.md")
 
 
 def fit_tokenizer(tokenizer: Any, model: Any) -> None:

@@ -1,16 +1,26 @@
 """What a folder states about the origin of its weights."""
 
 import os
+from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCard
 from huggingface_hub.errors import HfHubHTTPError
 from transformers.utils import logging
 
+from ..evaluation.results import read_json
+
 logger = logging.get_logger(__name__)
 
 # The file in a converted folder that names the source, and lists the parameters that are new.
 RECORD = "conversion.json"
+
+
+def prompt_of(folder: Path) -> str | None:
+    """Returns the prompt that the results of a run, or a conversion of one, state; None without one."""
+    if (folder / "results.json").is_file():
+        return read_json(folder / "results.json").get("data", {}).get("prompt")
+    return read_json(folder / RECORD).get("prompt") if (folder / RECORD).is_file() else None
 
 
 def card_metadata(source: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Descriptions of data for results files and cards: titles, licences, Hub ids, and a prompt for the code example.
+"""Descriptions of data for results files and cards: titles, licences and Hub ids.
 
 Training writes the description into `results.json`, so that cards need only that file.
 """
@@ -7,23 +7,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# A typical beginning of a document, by corpus. `CODE_PROMPT` is used for all others.
-PROMPTS = {
-    "wikitext103": " = History =",
-    "wikitext103_v1": " = History =",
-    "wikipedia_en": "The history of",
-    "wikinews_en": "The government of",
-    "pg19": "It was a dark and",
-    "openwebtext": "In the past year",
-    "jsb_chorales": "74 70 65 58",
-    "maestro": "Bar_None Position_0",
-    "maestro_transposed": "Bar_None Position_0",
-    "genome": "TTAGGGTTAGGGTTAGGG",
-    "genome_chr2": "TTAGGGTTAGGGTTAGGG",
-}
 # Corpora of symbols with their own tokenizer, not of readable text.
 NO_TEXT = ("jsb_chorales", "maestro", "maestro_transposed", "genome", "genome_chr2")
-CODE_PROMPT = "def main("
 # Sources of text without a name of its own; by default, only a part is measured.
 UNNAMED = ("stdlib", "hub", "local", "mixture")
 
@@ -31,8 +16,8 @@ UNNAMED = ("stdlib", "hub", "local", "mixture")
 def describe_data(data: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the `data` of a results file with the description for a card; described data are returned unchanged.
 
-    It adds `kind` ("text", "symbols" or "task"), `prompt`, and `described`: for each used split its `choice` (which
-    documents), `corpus` (None for unnamed corpora), `title`, `licence` (None if unknown) and `dataset` (its Hub id).
+    It adds `kind` ("text", "symbols" or "task") and `described`: for each used split its `choice` (which documents),
+    `corpus` (None for unnamed corpora), `title`, `licence` (None if unknown) and `dataset` (its Hub id).
     """
     if "described" in data:
         return dict(data)
@@ -44,12 +29,12 @@ def describe_data(data: Mapping[str, Any]) -> dict[str, Any]:
         choices = dict(data["splits"])
     else:
         parts = dict.fromkeys(("train", split) if "source" in data else (split,))
-        choices = {part: f"{source}:{part}" if source in PROMPTS else None for part in parts}
+        is_corpus = source not in (*UNNAMED, "task")
+        choices = {part: f"{source}:{part}" if is_corpus else None for part in parts}
     described = {part: _describe(source, part, choice, data) for part, choice in choices.items()}
     corpus = described.get("train", described[split])["corpus"]
     kind = "task" if source == "task" else "symbols" if corpus in NO_TEXT else "text"
-    prompt = data["example"]["prompt"] if data.get("example") else PROMPTS.get(corpus or "", CODE_PROMPT)
-    return {**data, "kind": kind, "prompt": prompt, "described": described}
+    return {**data, "kind": kind, "described": described}
 
 
 def _describe_mixture(data: Mapping[str, Any], split: str) -> dict[str, Any]:
@@ -70,7 +55,7 @@ def _describe_mixture(data: Mapping[str, Any], split: str) -> dict[str, Any]:
         }
     kinds = {text["kind"] for text in texts}
     kind = "symbols" if "symbols" in kinds else "text"
-    return {**data, "kind": kind, "prompt": texts[0]["prompt"], "described": described}
+    return {**data, "kind": kind, "described": described}
 
 
 def is_transfer(train: str | None, test: str | None) -> bool:

@@ -5,6 +5,7 @@ Cards and figures are made from these files only:
 | file | written by | contents |
 |---|---|---|
 | `results.json` | `whatwhere train`, `whatwhere finetune` | the training run and its held-out loss |
+| `sample.json` | `whatwhere card` | how the model continues a prompt |
 | `length.json`, `length_*.json` | `whatwhere length` | loss in windows of several lengths |
 | `lm_eval.json` | `whatwhere zero-shot` | scores of lm-eval tasks |
 | `ruler.json` (not in cards) | `whatwhere length --tasks ruler` | scores of RULER's tasks |

@@ -41,6 +41,20 @@ class Curves(Stored):
     validation: list[dict[str, Any]]
 
 
+class Sample(Stored):
+    """`sample.json`, written with the first card of weights: how the model continues a prompt.
+
+    Attributes:
+        prompt: from the text that it was trained on.
+        tokens: the largest number of new tokens, chosen greedily.
+        text: the prompt and its continuation; for a toy task, the answer alone.
+    """
+
+    prompt: str
+    tokens: int
+    text: str
+
+
 class Cell(Stored):
     """Results of one model in windows of one length. Measured fields are None if the model does not support the length.
 
@@ -137,6 +151,7 @@ class Table(Origin):
 RESULT_FILES: dict[str, type[Stored]] = {
     "results.json": Training,
     "curves.json": Curves,
+    "sample.json": Sample,
     "length.json": Lengths,
     "length_*.json": Lengths,
     "lm_eval.json": ZeroShot,

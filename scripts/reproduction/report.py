@@ -11,6 +11,8 @@ from typing import Any
 
 import jinja2
 
+from whatwhere.model_card import PAPERS, paper_link
+
 from ..evaluation.data_description import describe_data
 from ..evaluation.results import read_json
 from ..writing import write_json
@@ -172,7 +174,7 @@ def _rows(report: Mapping[str, Any]) -> list[list[str]]:
     for cell in sorted(report["cells"], key=lambda cell: columns.index(cell["column"])):
         seeds = cell["ours"]["seeds"]
         values = [seed["value"] for seed in seeds]
-        row = {"": cell["label"], "column": cell["column_label"]}
+        row = {"system": cell["label"], "column": cell["column_label"]}
         if not own:
             row["ours"] = _mean(cell["ours"], digits)
         row["seeds"] = f"{len(values)} of {cell['ours']['wanted']}"
@@ -198,7 +200,7 @@ def _own_rows(report: Mapping[str, Any]) -> list[list[list[str]]]:
     columns = {cell["column"]: cell["column_label"] for cell in report["cells"]}
     found = {(cell["row"], cell["column"]): cell for cell in report["cells"]}
     digits = report["digits"]
-    means, differences = [["", "seeds", *columns.values()]], [["", "seeds", *columns.values()]]
+    means, differences = [["system", "seeds", *columns.values()]], [["system", "seeds", *columns.values()]]
     for row in distinct(row for row, _ in found):
         cells = [found.get((row, column)) for column in columns]
         mine = [cell for cell in cells if cell is not None]
@@ -241,6 +243,7 @@ def markdown(report: Mapping[str, Any], *, card: bool = False) -> str:
     made = {
         "card": card,
         "own": own,
+        "papers": [paper_link(source) for source in PAPERS if source in report["title"]],
         "lifted": report.get("lifted"),
         # If a run solves the task or not, means and differences say little.
         "tables": _own_rows(report) if own and report["solved"] is None else [_rows(report)],

@@ -297,6 +297,7 @@ class Finetuning(TrainingRun):
             "licence": stated.get("license"),
             **{key: stated[key] for key in ("license_name", "license_link") if key in stated},
             "newly_initialised": sorted(self.fresh),
+            "training": self.recipe.training.model_dump(),
             # An adapter's folder has no config.json.
             "position_encoding": self.whole_model.config.position_encoding,
         }

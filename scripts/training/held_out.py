@@ -3,6 +3,7 @@
 import contextlib
 import math
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from .recipe import DataRecipe
 
 # Nats per token; its exponential is a finite float.
 HOPELESS = 700.0
+# A prompt is the beginning of the first line with several words, shorter than the context of a small model.
+PROMPT_WORDS, PROMPT_CHARACTERS = 4, 60
 
 
 @torch.no_grad()
@@ -100,6 +103,19 @@ def about_text(data: Any, split: str, scores: dict[str, float], *, local: bool) 
     }
 
 
+def prompt_of(rows: Any, length: int) -> str:
+    """Returns the first words of a split as a prompt for a model of sequences of `length` tokens.
+
+    It has at most `PROMPT_CHARACTERS`, and half as many as there are tokens; it is empty if the split has no text.
+    """
+    text = next(filter(None, map(str.strip, documents_of(rows))), "")
+    # Titles say little, and a genome is a single word.
+    line = next((line.strip() for line in text.splitlines() if len(line.split()) >= PROMPT_WORDS), text)
+    limit = min(PROMPT_CHARACTERS, length // 2)
+    words = re.match(rf".{{1,{limit}}}(?!\S)", line, re.DOTALL)
+    return words[0].rstrip() if words else line[:limit]
+
+
 def held_out_text(data: TrainingData, split: str, output: Path) -> dict[str, Any]:
     """Returns the `held_out` of `results.json`, by which `evaluation.text` reads a held-out split again.
 
@@ -124,6 +140,8 @@ def about_task(data: Any, tokenizer: Any, scores: dict[str, dict[str, float]]) -
     example = {"prompt": row["prompt"], "answer": row["answer"], "tokens": tokens}
     return {
         "metrics": {"test_sets": scores},
-        "data": describe_data({"source": data.source, "task": data.task, "split": "test", "example": example}),
+        "data": describe_data(
+            {"source": data.source, "task": data.task, "split": "test", "example": example, "prompt": row["prompt"]}
+        ),
         "length": data.sequence_length,
     }

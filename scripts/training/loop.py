@@ -55,7 +55,7 @@ from .distributed import (
     whole,
 )
 from .flops import flops_per_token, peak_flops
-from .held_out import about_task, about_text, evaluate, held_out_text
+from .held_out import about_task, about_text, evaluate, held_out_text, prompt_of
 from .model import build_config, build_model, build_optimizer, count_parameters, set_vocabulary
 from .monitoring import Speed, peak_memory, stop_signals
 from .recipe import RunSettings, RunText
@@ -490,6 +490,7 @@ class TrainingRun:
         )
         if changed := self.data.held_out[split].changed:
             about["changed_documents"] = changed
+        about["data"]["prompt"] = prompt_of(self.data.texts[split][0], data.sequence_length)
         # A name does not say which text it is: that of a file, or of a corpus of which there are versions.
         about["tokens_sha256"] = self.data.splits_sha256[split]
         if self.data.unit == "sequences":
