@@ -81,13 +81,14 @@ def test_report(tmp_path):
     text = {"pg19": lengths, "wikitext103": {**lengths, "1": 50.0}}
     rows = [{"system": "source", "label": "the source", "percent": 0, "perplexity": text}]
     for percent in (0, 1, 3, 10):
-        rows.append({"system": "pope", "label": "PoPE", "percent": percent, "perplexity": text})
+        less = {"pg19": {multiple: value - percent for multiple, value in lengths.items()}}
+        rows.append({"system": "pope", "label": "PoPE", "percent": percent, "perplexity": {**text, **less}})
     source = {"length": 512, "tokens_trained": 9830400, "parameters": 3443136, "seed": 0}
     files = conversion_table.write({"rows": rows, "source": source}, tmp_path, "conversion_small")
     assert {file.name for file in files} == {f"conversion_small.{end}" for end in ("json", "md", "png", "svg")}
     said = (tmp_path / "conversion_small.md").read_text()
     assert "3,443,136 parameters, trained on 9.8 million tokens in sequences of 512, seed 0" in said
-    assert "| PoPE | 10 | 50.0 | 104.0 | 100.0 | 101.0 | 102.0 | 103.0 | 104.0 |" in said
+    assert "| PoPE | 10 | 50.0 | 104.0 | 90.0 | 91.0 | 92.0 | 93.0 | 94.0 |" in said
 
 
 def test_nothing_to_report(tmp_path, monkeypatch):

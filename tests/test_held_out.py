@@ -120,7 +120,7 @@ def test_what_the_run_held_out(measure, place, tmp_path):
     assert f"Perplexity per byte ± standard error on {title}: 2 documents, joined, 64 tokens, by window (tok" in printed
     assert "warning" not in said
     figure = (tmp_path / "out" / "length.svg").read_text()
-    assert f"<!-- {title} -->" in figure
+    assert f"<!-- {title}: 2 documents," in figure
     assert "<!-- perplexity per byte (bars: one standard error) -->" in figure
     assert "<!-- loss (nats per byte) -->" in figure
 

@@ -13,9 +13,7 @@ from ..training.finetune import FinetuneSettings, Finetuning, finetune
 from ..training.run_folder import RunFolder
 from .run_options import add_resume, check_data_dir, continued, ending, is_resumed
 
-DESCRIPTION = """Fine-tune a model of ours, or a stock Llama, Mistral, Phi-3, Qwen2, Qwen3, SmolLM3 or GPT-2.
-
-CHECKPOINT is a folder or a Hub id.
+DESCRIPTION = """Fine-tune CHECKPOINT, a folder or Hub id: ours, Llama, Mistral, Phi-3, Qwen2, Qwen3, SmolLM3 or GPT-2.
 
 On your own text:    whatwhere finetune demo/pope --train-file mytext/*.txt --output runs/mine
 GPT-2 with CoPE:     whatwhere finetune openai-community/gpt2 --position-encoding cope --lora --merge --output runs/cope
