@@ -21,8 +21,9 @@ from oracles import contextual_positions, rope_rotation
 from tiny import slow_but, tiny_model
 from whatwhere.scripts.analysis import deltas, frequencies, maps, page
 from whatwhere.scripts.analysis.layers import attention_layers
-from whatwhere.scripts.analysis.texts import PROSE, sonnets, token_texts
+from whatwhere.scripts.analysis.texts import PROSE, token_texts
 from whatwhere.scripts.commands import analysis as script
+from whatwhere.scripts.data.sonnets import sonnets
 from whatwhere.scripts.data.tokenize import build_tokenizer
 from whatwhere.scripts.evaluation.checkpoints import Loading
 

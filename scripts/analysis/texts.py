@@ -8,16 +8,8 @@ import torch
 
 from ..evaluation.data_description import own_files
 
-# The first ten of Shakespeare (1609, public domain). PoPE's Figures 3 to 6 are means over ten that it does not name.
-SONNETS = pathlib.Path(__file__).with_name("sonnets.txt")
-
 # Plain prose with paragraphs and section titles.
 PROSE = pathlib.Path(__file__).with_name("prose.txt")
-
-
-def sonnets() -> list[str]:
-    """Returns the texts of `SONNETS`."""
-    return SONNETS.read_text(encoding="utf-8").strip().split("\n\n")
 
 
 def own_documents(options: argparse.Namespace) -> tuple[list[str], str] | None:

@@ -45,6 +45,7 @@ from typing import Any
 from safetensors.torch import save_file
 
 from ..analysis import deltas, frequencies, maps, page, texts
+from ..data.sonnets import SONNETS, sonnets
 from ..evaluation.checkpoints import Loading, choose_device
 from ..evaluation.results import provenance
 from ..parsers import add_own_text, command_parser
@@ -75,7 +76,8 @@ def parse_indices(text: str) -> list[int]:
 
 def run_frequencies(options: argparse.Namespace, loading: Loading, origin: dict[str, Any]) -> str:
     """Writes `frequencies.json`, `.png` and `.svg`; returns the summary to print."""
-    documents, source = texts.own_documents(options) or (texts.sonnets(), texts.SONNETS.name)
+    # PoPE's Figures 3 to 6 are means over ten of Shakespeare's sonnets that it does not name.
+    documents, source = texts.own_documents(options) or (sonnets(), SONNETS.name)
     entries = []
     for checkpoint in options.checkpoint:
         model = loading.model(checkpoint, loading.config(checkpoint))

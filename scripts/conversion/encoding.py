@@ -1,17 +1,14 @@
 """Gives a pretrained model another position encoding and keeps as much of it as possible.
 
 New parameters start as in a new model: CoPE's table at zero, so that `cope+rope` computes what the source computes.
-For layers that change from RoPE to PoPE, the channels of queries and keys are reordered. RoPE rotates the channels
-(i, i + D/2) of a head by theta^(-2 i / D) per token. PoPE's polar channels 2 i and 2 i + 1 get the frequencies
-theta^(-2 i / D) and theta^(-(2 i + 1) / D) if its own base is theta^(R / D), its default here. Pair i becomes these two
-channels, for i < R / 2. The other pairs, which turn slowest, become PoPE's plain channels (`partial_rotary_factor`),
-whose product does not depend on the distance; so do channels that RoPE does not rotate, and D is then the number of
-rotated ones. The part of RoPE's logits with sines and, with softplus, the signs are lost until training.
+For layers that change from RoPE to PoPE, see `alignment.py`.
 
 Axes: H query heads, G key heads, D head dim, E hidden size, R polar channels.
 """
 
 import copy
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,6 +18,8 @@ from whatwhere.configuration.configuration_common import kept_parameters
 from whatwhere.position_base import head_dim
 from whatwhere.position_plan import layer_plan
 from whatwhere.position_rope import check_rope_parameters
+
+from .alignment import attention_of, complete_turns, mean_angles, rotated_channels, turned_channels
 
 logger = logging.get_logger(__name__)
 
@@ -33,15 +32,19 @@ def convert(
     position_encoding: str | list[str] | None = None,
     parameters: dict[str, Any] | None = None,
     rope_parameters: dict[str, Any] | None = None,
+    text: Callable[[], torch.Tensor | None] = lambda: None,
 ) -> tuple[Any, list[str], list[str]]:
     """Returns a model with another position encoding, which shares the memory of the weights that stay the same.
 
     Args:
         model: from `load_source`; what is not given stays as it is in this model.
         position_encoding: a name, or a list of names, one for each layer or a pattern that repeats.
-        parameters: `position_encoding_parameters`. For layers that change from RoPE to PoPE, the defaults of `theta`
-            and `partial_rotary_factor` are those of the text of this file.
+        parameters: `position_encoding_parameters`. For layers that change from RoPE to PoPE, the default of
+            `partial_rotary_factor` has the pairs of RoPE that complete a turn within the trained length, and the
+            default of `theta` gives them their frequencies.
         rope_parameters: of the new model.
+        text: called if layers change from RoPE to PoPE. Returns tokens for `mean_angles`, int64 (texts, tokens), or
+            None for random ones.
 
     Returns:
         the model, the names of its new parameters, and the names of the parameters that were dropped.
@@ -64,29 +67,40 @@ def convert(
     weights = dict(model.state_dict())
     if changed:
         rope = old.rope_parameters
-        rotated = int(head_dim(old) * rope.get("partial_rotary_factor", 1.0))
         if (kind := rope.get("rope_type", "default")) != "default":
             logger.warning(
                 f"rope_type={kind!r} of the source has no equal in PoPE, which gets the unscaled frequencies."
             )
         nested = position_encoding != "pope"
         own = (given.get("pope") or {}) if nested else given
-        own = {"partial_rotary_factor": rotated / head_dim(old), **own}
+        pairs = rotated_channels(old) // 2
+        length = rope.get(_ORIGINAL) if kind == "yarn" else None
+        turning = complete_turns(old, length or old.max_position_embeddings)
+        own = {"partial_rotary_factor": turning / head_dim(old), **own}
         polar = int(head_dim(old) * own["partial_rotary_factor"])
-        if polar % 2 or polar > rotated:
+        if not 1 <= polar <= pairs:
             raise ValueError(
-                f"partial_rotary_factor={own['partial_rotary_factor']!r} is not valid: the number of polar channels "
-                f"must be even, and at most {rotated}, the channels that RoPE rotates."
+                f"partial_rotary_factor={own['partial_rotary_factor']!r} is not valid: of {head_dim(old)} channels at "
+                f"least 1 must be polar, and at most {pairs}, the number of pairs of channels that RoPE rotates."
             )
-        own = {"theta": float(rope["rope_theta"] ** (polar / rotated)), **own}
+        own = {"theta": float(rope["rope_theta"] ** (polar / pairs)), **own}
         config = _with_encoding(old, position_encoding, {**given, "pope": own} if nested else own, **scaling)
-        order = pope_order(head_dim(old), rotated, polar)
+        if (tokens := text()) is None:
+            generator = torch.Generator().manual_seed(0)
+            tokens = torch.randint(old.vocab_size, (4, min(512, old.max_position_embeddings)), generator=generator)
+        angles = _angles(model, tokens, changed, own.get("use_delta", True))
         for index in changed:
-            _reorder(weights, model, index, order)
+            _turn(weights, model, index, angles[index], polar)
     result = type(model)._from_config(config, dtype=model.dtype)
     shapes = {name: value.shape for name, value in result.state_dict().items()}
     kept = {name: value for name, value in weights.items() if shapes.get(name) == value.shape}
     missing, _ = result.load_state_dict(kept, strict=False, assign=True)
+    for index in changed:
+        (pope,) = (one for one in attention_of(result, index).encodings.hooks["after_cache"] if one.name == "pope")
+        if pope.delta is not None:
+            query, key = (one[:, : pope.rotated] for one in angles[index])
+            shift = query - key.repeat_interleave(len(query) // len(key), 0)
+            pope.delta.weight.data.copy_(-torch.remainder(shift, 2 * math.pi))
     result.generation_config = copy.deepcopy(model.generation_config)
     result.config._name_or_path = old._name_or_path
     result.tie_weights()
@@ -133,41 +147,53 @@ def _of(layer: Any, name: str) -> bool:
     return any(cls.name == name for cls, _ in layer)
 
 
-def pope_order(channels: int, rotated: int, polar: int) -> torch.Tensor:
-    """Returns the channel of RoPE, int64 (D), from which each channel of PoPE comes.
+def _angles(
+    model: Any, tokens: torch.Tensor, layers: list[int], use_delta: bool
+) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """Returns the angles by which the pairs of queries (H, P) and keys (G, P) of each layer are turned, in radians."""
+    found = {}
+    for index, (query, key) in mean_angles(model, tokens, layers).items():
+        if not use_delta:
+            # Without an angle of each head, queries are turned as their keys are.
+            query = key.repeat_interleave(len(query) // len(key), 0)
+        if model.config.qk_norm:
+            # The weights of a norm are those of single channels: they can be exchanged and get another sign.
+            query, key = (torch.round(angle / (math.pi / 2)) * (math.pi / 2) for angle in (query, key))
+        found[index] = query, key
+    return found
 
-    Args:
-        channels: D.
-        rotated: the number of channels that RoPE rotates.
-        polar: R, even, at most `rotated`.
-    """
-    pairs = torch.arange(rotated // 2)
-    first, others = pairs[: polar // 2], pairs[polar // 2 :]
-    half = rotated // 2
-    turned = torch.stack((first, first + half), dim=1).flatten()
-    return torch.cat((turned, others, others + half, torch.arange(rotated, channels)))
 
-
-def _reorder(weights: dict[str, torch.Tensor], model: Any, index: int, order: torch.Tensor) -> None:
-    """Reorders the channels of queries and keys of a layer, in `weights`."""
+def _turn(
+    weights: dict[str, torch.Tensor], model: Any, index: int, angles: tuple[torch.Tensor, torch.Tensor], polar: int
+) -> None:
+    """Turns the channels of queries and keys of a layer, in `weights`, by the angles of their pairs."""
     config = model.config
     width, heads, key_heads = head_dim(config), config.num_attention_heads, config.num_key_value_heads
+    query, key = (turned_channels(one, polar, width) for one in angles)
+    kept = torch.ones(width, dtype=torch.float64)
+    kept[polar : 2 * polar] = 0
 
-    def rows(count: int) -> torch.Tensor:
-        return (torch.arange(count)[:, None] * width + order).flatten()
+    def apply(matrices: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Returns the rows (heads * D, ...) of a weight or a bias, turned."""
+        turned = matrices @ rows.double().reshape(len(matrices), width, -1).to(matrices.device)
+        return turned.reshape(rows.shape).to(rows.dtype)
 
+    # A norm measures all channels, so its weights remove those that are not kept.
+    removed = query if config.qk_norm else query * kept[:, None]
     if config.model_type == "whatwhere_gpt2":
         name = f"transformer.h.{index}.attn."
-        values = torch.arange(key_heads * width) + (heads + key_heads) * width
-        merged = torch.cat((rows(heads), rows(key_heads) + heads * width, values))
-        weights[f"{name}c_attn.weight"] = weights[f"{name}c_attn.weight"][:, merged]
-        weights[f"{name}c_attn.bias"] = weights[f"{name}c_attn.bias"][merged]
+        parts = (heads * width, key_heads * width, key_heads * width)
+        for kind in ("weight", "bias"):
+            full = f"{name}c_attn.{kind}"
+            q, k, v = weights[full].T.split(parts) if kind == "weight" else weights[full].split(parts)
+            rows = torch.cat((apply(removed, q), apply(key, k), v))
+            weights[full] = rows.T.contiguous() if kind == "weight" else rows
     else:
         name = f"model.layers.{index}.self_attn."
-        for part, count in (("q_proj", heads), ("k_proj", key_heads)):
+        for part, matrices in (("q_proj", removed), ("k_proj", key)):
             for kind in ("weight", "bias"):
                 if (full := f"{name}{part}.{kind}") in weights:
-                    weights[full] = weights[full][rows(count)]
-    for norm in ("query_norm", "key_norm"):
+                    weights[full] = apply(matrices, weights[full])
+    for norm, matrices in (("query_norm", query * kept[:, None]), ("key_norm", key)):
         if (full := f"{name}options.{norm}.weight") in weights:
-            weights[full] = weights[full][:, order]
+            weights[full] = apply(matrices.abs().round(), weights[full])

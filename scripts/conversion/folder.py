@@ -1,16 +1,19 @@
 """Folders with converted models."""
 
+import functools
 import json
 import os
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoConfig
 from transformers.utils import cached_file
 
 from whatwhere.model_card import read_card, sign, weights_fingerprint, with_licence
 from whatwhere.position_plan import check_name
 
+from ..data.sonnets import sonnets
 from ..data.tokenize import load_tokenizer, why_not_loaded
 from ..evaluation.checkpoints import check_vocabulary, checked_loading
 from ..writing import check_writable, write_json
@@ -79,12 +82,27 @@ def fit_tokenizer(tokenizer: Any, model: Any) -> None:
     tokenizer.model_max_length = max(tokenizer.model_max_length, model.config.max_position_embeddings)
 
 
+def _tokens(source: str, config: Any) -> torch.Tensor | None:
+    """Returns tokens of a text in rows of one length, int64 (rows, tokens); None without a tokenizer of text."""
+    try:
+        tokenizer = load_tokenizer(source)
+    except (OSError, ValueError):
+        return None
+    ids = torch.tensor([token for text in sonnets() for token in tokenizer(text, verbose=False)["input_ids"]])
+    ids = ids[ids < config.vocab_size]
+    length = min(len(ids), config.max_position_embeddings, 2048)
+    if length < 2 or ids.tolist().count(tokenizer.unk_token_id) > len(ids) / 10:
+        return None
+    return ids[: len(ids) // length * length].view(-1, length)
+
+
 def convert_checkpoint(source: str, *encoding: Any) -> tuple[Any, list[str], list[str]]:
     """Loads a folder or a Hub id, and returns the same as `convert`; parameters that are new in the source stay new.
 
     `encoding` are the arguments of `convert` after the model.
     """
-    model, new, dropped = convert(load_source(source), *encoding)
+    model = load_source(source)
+    model, new, dropped = convert(model, *encoding, text=functools.partial(_tokens, source, model.config))
     optional = {f"_raise_exceptions_for_{kind}": False for kind in ("missing_entries", "connection_errors")}
     record: Any = cached_file(source, RECORD, **optional)
     known = json.loads(Path(record).read_text(encoding="utf-8"))["new_parameters"] if record else ()
