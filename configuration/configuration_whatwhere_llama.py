@@ -16,6 +16,8 @@ class WhatWhereLlamaConfig(WhatWhereConfig):
 
     model_type = "whatwhere_llama"
     stock_model_type = "llama"
+    # What tokenizers know, and models do not read.
+    stock_fields_without_effect = ("unk_token_id",)
     base_model_tp_plan = {
         "embed_tokens": "embedding_rowwise",
         "layers.*.self_attn.q_proj": "colwise",

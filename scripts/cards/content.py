@@ -184,6 +184,8 @@ def _summary(facts: Facts, *, has_results: bool) -> str:
         text += f" Held-out result: {result}."
     if conversion:
         new = f"its {conversion['new']:,} new parameters are untrained, and " if conversion["new"] else ""
+        if file := conversion.get("gguf_file"):
+            text += f" The weights of the source were dequantised from `{file}` (GGUF)."
         text += f" It was not trained after the conversion: {new}it needs fine-tuning (`whatwhere finetune`)."
     return text if has_results else f"{text} {NO_RESULTS}"
 

@@ -5,6 +5,7 @@ import pathlib
 import re
 import shlex
 
+from ..cards.folder import write_card
 from ..conversion.folder import convert_folder
 from ..errors import program
 from ..parsers import command_parser, json_value, name_or_list
@@ -16,8 +17,8 @@ The source is a Llama, Mistral, Phi-3, Qwen2, Qwen3, SmolLM3 or GPT-2, or a mode
     whatwhere convert HuggingFaceTB/SmolLM2-135M --position-encoding pope --output models/pope
     whatwhere finetune models/pope --train-file mytext/*.txt --output runs/pope
 
-Weights of the source are kept, with the channels of queries and keys reordered where RoPE becomes PoPE. New parameters
-are learned by fine-tuning. `cope+rope` starts with the source's logits, if that has RoPE in all layers."""
+Weights of the source are kept, with the channels of queries and keys turned where RoPE becomes PoPE. New parameters are
+learned by fine-tuning. `cope+rope` starts with the source's logits, if that has RoPE in all layers."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -32,6 +33,7 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument("--position-encoding-parameters", type=json_value, metavar="JSON", help="its parameters")
     result.add_argument("--rope-parameters", type=json_value, metavar="JSON", help="RoPE's parameters")
+    result.add_argument("--gguf-file", metavar="NAME", help="a GGUF file in SOURCE; its weights are dequantised")
     result.add_argument("--output", required=True, type=pathlib.Path, metavar="DIR", help="an empty or new folder")
     return result
 
@@ -39,9 +41,12 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> None:
     options = parser().parse_args(arguments)
     encoding = options.position_encoding, options.position_encoding_parameters, options.rope_parameters
-    model, new, dropped = convert_folder(options.source, options.output, *encoding)
+    model, new, dropped = convert_folder(options.source, options.output, *encoding, gguf_file=options.gguf_file)
     count = sum(parameter.numel() for name, parameter in model.named_parameters() if name in new)
     print(f"{options.output}: {model.num_parameters():,} parameters, of which {count:,} are new.")
+    # The card loads it again, for its sample.
+    del model
+    write_card(options.output)
     for title, names in (("new", new), ("not used", dropped)):
         # One line for all layers.
         for name in dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names):

@@ -13,13 +13,14 @@ from transformers.utils import cached_file
 from whatwhere.model_card import read_card, sign, weights_fingerprint, with_licence
 from whatwhere.position_plan import check_name
 
+from ..data.prepared import file_sha256
 from ..data.sonnets import sonnets
-from ..data.tokenize import load_tokenizer, why_not_loaded
+from ..data.tokenize import gguf_options, load_tokenizer, why_not_loaded
 from ..evaluation.checkpoints import check_vocabulary, checked_loading
 from ..writing import check_writable, write_json
 from .encoding import convert
 from .record import RECORD, card_metadata, prompt_of
-from .source import load_source
+from .source import check_gguf, load_source
 
 
 def convert_folder(
@@ -28,11 +29,14 @@ def convert_folder(
     position_encoding: str | list[str],
     parameters: dict[str, Any] | None = None,
     rope_parameters: dict[str, Any] | None = None,
+    *,
+    gguf_file: str | None = None,
 ) -> tuple[Any, list[str], list[str]]:
     """Writes a folder, which must be empty or new, with a converted model; returns the same as `convert`.
 
     Args:
         source: a folder or a Hub id.
+        gguf_file: the name of a GGUF file in it, whose weights are dequantised.
     """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"output={str(output)!r} is not valid: it must be an empty or new folder.")
@@ -40,24 +44,30 @@ def convert_folder(
     # Before a large source is loaded.
     for name in position_encoding if isinstance(position_encoding, list) else [position_encoding]:
         check_name(name)
+    if gguf_file is None:
+        check_gguf(source)
     with checked_loading(source):
-        AutoConfig.from_pretrained(source)
+        AutoConfig.from_pretrained(source, **gguf_options(gguf_file))
     try:
-        tokenizer = load_tokenizer(source)
+        tokenizer = load_tokenizer(source, gguf_file)
     except (OSError, ValueError) as error:
         raise ValueError(f"checkpoint={source!r} is not valid: {why_not_loaded(source, error)}.") from error
-    model, new, dropped = convert_checkpoint(source, position_encoding, parameters, rope_parameters)
+    model, new, dropped = convert_checkpoint(
+        source, position_encoding, parameters, rope_parameters, gguf_file=gguf_file
+    )
     check_vocabulary(source, tokenizer, model.config)
     if rope_parameters is not None:
         fit_tokenizer(tokenizer, model)
     model.save_pretrained(output)
     tokenizer.save_pretrained(output)
     _complete_metadata(output, source)
-    local = weights_fingerprint(Path(source)) if os.path.isdir(source) else None
-    prompt = prompt_of(Path(source)) if local else None
-    source = Path(source).resolve().name if local else source
+    local = prompt = None
+    if os.path.isdir(source):
+        folder = Path(source).resolve()
+        local = weights_fingerprint(folder) if gguf_file is None else file_sha256(folder / gguf_file)
+        prompt, source = prompt_of(folder), folder.name
     record = {"source": source, "source_weights_sha256": local, "new_parameters": new, "dropped_parameters": dropped}
-    write_json(output / RECORD, {**record, "prompt": prompt})
+    write_json(output / RECORD, {**record, "prompt": prompt, **gguf_options(gguf_file)})
     return model, new, dropped
 
 
@@ -82,10 +92,10 @@ def fit_tokenizer(tokenizer: Any, model: Any) -> None:
     tokenizer.model_max_length = max(tokenizer.model_max_length, model.config.max_position_embeddings)
 
 
-def _tokens(source: str, config: Any) -> torch.Tensor | None:
+def _tokens(source: str, gguf_file: str | None, config: Any) -> torch.Tensor | None:
     """Returns tokens of a text in rows of one length, int64 (rows, tokens); None without a tokenizer of text."""
     try:
-        tokenizer = load_tokenizer(source)
+        tokenizer = load_tokenizer(source, gguf_file)
     except (OSError, ValueError):
         return None
     ids = torch.tensor([token for text in sonnets() for token in tokenizer(text, verbose=False)["input_ids"]])
@@ -96,13 +106,21 @@ def _tokens(source: str, config: Any) -> torch.Tensor | None:
     return ids[: len(ids) // length * length].view(-1, length)
 
 
-def convert_checkpoint(source: str, *encoding: Any) -> tuple[Any, list[str], list[str]]:
+def convert_checkpoint(
+    source: str,
+    position_encoding: str | list[str] | None = None,
+    parameters: dict[str, Any] | None = None,
+    rope_parameters: dict[str, Any] | None = None,
+    *,
+    gguf_file: str | None = None,
+) -> tuple[Any, list[str], list[str]]:
     """Loads a folder or a Hub id, and returns the same as `convert`; parameters that are new in the source stay new.
 
-    `encoding` are the arguments of `convert` after the model.
+    The arguments are those of `convert_folder`; an encoding that is not given stays the source's.
     """
-    model = load_source(source)
-    model, new, dropped = convert(model, *encoding, text=functools.partial(_tokens, source, model.config))
+    model = load_source(source, gguf_file)
+    text = functools.partial(_tokens, source, gguf_file, model.config)
+    model, new, dropped = convert(model, position_encoding, parameters, rope_parameters, text)
     optional = {f"_raise_exceptions_for_{kind}": False for kind in ("missing_entries", "connection_errors")}
     record: Any = cached_file(source, RECORD, **optional)
     known = json.loads(Path(record).read_text(encoding="utf-8"))["new_parameters"] if record else ()

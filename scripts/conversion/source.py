@@ -6,6 +6,7 @@ Phi-3's fused projections are split, Qwen2 has biases on q, k and v (`attention_
 """
 
 import dataclasses
+import pathlib
 import re
 from typing import Any
 
@@ -34,8 +35,14 @@ _WITHOUT_EFFECT = {
 }
 
 
-def load_source(source: str) -> Any:
-    """Loads a folder or a Hub id as a model of ours with its own position encoding, dtype and logits."""
+def load_source(source: str, gguf_file: str | None = None) -> Any:
+    """Loads a folder or a Hub id as a model of ours with its own position encoding, dtype and logits.
+
+    `gguf_file` is the name of a GGUF file in it, whose weights are dequantised to float32.
+    """
+    if gguf_file is not None:
+        return _load_gguf(source, gguf_file)
+    check_gguf(source)
     with checked_loading(source):
         config = AutoConfig.from_pretrained(source)
     if (quantization := getattr(config, "quantization_config", None)) is not None:
@@ -51,8 +58,32 @@ def load_source(source: str) -> Any:
         raise ValueError(
             f"checkpoint={source!r} is not valid: its model_type is {config.model_type!r}. Allowed: {kinds}."
         )
-    translated = _translated(source, config)
-    stock = _load(AutoModelForCausalLM, source)
+    return _converted(source, _translated(source, config), _load(AutoModelForCausalLM, source))
+
+
+def check_gguf(source: str) -> None:
+    """Raises ValueError for a folder whose only model is a GGUF file, with the option that reads it."""
+    folder = pathlib.Path(source)
+    files = sorted(file.name for file in folder.glob("*.gguf"))
+    if files and not (folder / "config.json").is_file():
+        options = " or ".join(f"--gguf-file {name}" for name in files)
+        raise ValueError(f"checkpoint={source!r} has no config.json. `whatwhere convert` reads GGUF with {options}.")
+
+
+def _load_gguf(source: str, gguf_file: str) -> Any:
+    with checked_loading(source):
+        stock = AutoModelForCausalLM.from_pretrained(source, gguf_file=gguf_file)
+    kinds = ("llama", *CONVERTED)
+    if stock.config.model_type not in kinds:
+        raise ValueError(
+            f"gguf_file={gguf_file!r} is not valid: its model_type is {stock.config.model_type!r}. Allowed: "
+            f"{', '.join(map(repr, kinds))}."
+        )
+    return _converted(source, _translated(source, stock.config), stock)
+
+
+def _converted(source: str, translated: WhatWhereLlamaConfig, stock: Any) -> Any:
+    """Returns the model of ours with the weights of a stock one."""
     model = WhatWhereLlamaForCausalLM._from_config(translated, dtype=stock.dtype)
     model.load_state_dict(_weights(stock))
     model.generation_config = stock.generation_config
@@ -64,7 +95,7 @@ def _translated(source: str, config: Any) -> WhatWhereLlamaConfig:
     """Returns the configuration of the model of ours that computes what a stock one computes; or raises ValueError."""
     fields = {field.name: field for field in dataclasses.fields(config)}
     # A window acts in all layers, if there is no field that says in which.
-    window, length = config.sliding_window, config.max_position_embeddings
+    window, length = getattr(config, "sliding_window", None), config.max_position_embeddings
     acts = "sliding_attention" in config.layer_types if "layer_types" in fields else window is not None
     if acts and not (window or 0) >= length:
         raise ValueError(

@@ -346,14 +346,19 @@ def _check_words(tokenizer: PreTrainedTokenizerBase, documents: Iterable[str]) -
             )
 
 
-def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """Loads the tokenizer of a folder or Hub id; raises OSError or ValueError if there is none."""
+def gguf_options(gguf_file: str | None) -> dict[str, str]:
+    """Returns the keywords of `from_pretrained` that name a GGUF file; none without a file."""
+    return {} if gguf_file is None else {"gguf_file": gguf_file}
+
+
+def load_tokenizer(path: str, gguf_file: str | None = None) -> PreTrainedTokenizerBase:
+    """Loads the tokenizer of a folder or Hub id, or that in a GGUF file of it; OSError or ValueError without one."""
     # `AutoTokenizer` cannot infer the class from GPT-2's two files alone.
     folder = Path(path)
     if (folder / "merges.txt").exists() and not any(folder.glob("*config.json")):
         return GPT2Tokenizer.from_pretrained(path)
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, **gguf_options(gguf_file))
     except (KeyError, TypeError) as error:
         # JSON with other contents.
         raise ValueError(f"tokenizer.json does not describe a tokenizer: {error!r}.") from error
