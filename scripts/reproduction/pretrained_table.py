@@ -63,8 +63,8 @@ class Version:
         """What is measured, as `measures.BOOKS`."""
         return {"corpus": "pg19", "split": "test", "document_limit": self.books, "text_tokens": 16384, "joined": False}
 
-    def settings(self, checkpoint: Path) -> FinetuneSettings:
-        """Returns the settings of `finetune`."""
+    def settings(self, system: System, checkpoint: Path) -> FinetuneSettings:
+        """Returns the settings of `finetune` for the folder of a converted model."""
         validation = {
             "wikipedia_en": "wikipedia_en:validation[:8]",
             "wikinews_en": "wikinews_en:validation[:40]",
@@ -76,6 +76,7 @@ class Version:
             splits = {"train": f"{corpus}:train[:{self.documents[corpus]}]", "validation": validation[corpus]}
             mixture.append({"source": "corpus", "splits": splits, "weight": weight})
         known = {"checkpoint": str(checkpoint), "data": "mixture", "mixture": mixture}
+        known["new_learning_rate"] = system.new_rate
         return parse(FinetuneSettings, {**known, **self.training})
 
 
@@ -91,8 +92,7 @@ SMALL = Version(
         "bf16": True,
         "lora": True,
         "merge": True,
-        "learning_rate": 5e-4,
-        "new_learning_rate": 1e-3,
+        "learning_rate": 1e-3,
     },
     books=2,
     questions={"lambada": 100, "hellaswag": 100, "piqa": 100, "arc_easy": 100, "blimp": 2},
@@ -110,7 +110,6 @@ FULL = Version(
         "evaluation_blocks": 64,
         "bf16": True,
         "learning_rate": 3e-4,
-        "new_learning_rate": 3e-3,
     },
     books=10,
     questions={"lambada": 1000, "hellaswag": 1000, "piqa": 1000, "arc_easy": 1000, "blimp": 20},
@@ -120,7 +119,7 @@ VERSIONS = {"pretrained": FULL, "pretrained_small": SMALL}
 SYSTEMS = {
     "rope": System("RoPE (the source)"),
     "yarn": System("RoPE with YaRN, factor 4", rope={"rope_type": "yarn", "factor": 4.0}),
-    "cope-rope": System("CoPE + RoPE", "cope+rope"),
+    "cope-rope": System("CoPE + RoPE", "cope+rope", new_rate=1e-2),
     "plan-none": System("RoPE, RoPE, none, by layer", ["rope", "rope", "none"]),
     "plan-pope": System("RoPE, RoPE, PoPE, by layer", ["rope", "rope", "pope"]),
     "pope": System("PoPE", "pope"),
@@ -165,7 +164,7 @@ def train(root: Path, systems: Sequence[str], data_dir: str | None) -> None:
     for name in systems:
         start, trained = folders(root, name)
         with card_of_run(trained):
-            finetune(version.settings(start), trained, resume="auto", data_dir=data_dir)
+            finetune(version.settings(SYSTEMS[name], start), trained, resume="auto", data_dir=data_dir)
         _measure(trained, version, data_dir)
 
 
