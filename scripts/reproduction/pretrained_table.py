@@ -49,7 +49,7 @@ class Version:
     Attributes:
         documents: how many documents of each corpus the training text has, by corpus.
         training: the other settings of `finetune`.
-        books: how many books of PG-19 are measured, the first 16,384 tokens of each.
+        books: how many books of PG-19 are measured, of each as many tokens as the longest of `LENGTHS`.
         questions: of each task; BLiMP has 67 parts.
     """
 
@@ -61,7 +61,13 @@ class Version:
     @property
     def text(self) -> dict[str, Any]:
         """What is measured, as `measures.BOOKS`."""
-        return {"corpus": "pg19", "split": "test", "document_limit": self.books, "text_tokens": 16384, "joined": False}
+        return {
+            "corpus": "pg19",
+            "split": "test",
+            "document_limit": self.books,
+            "text_tokens": max(LENGTHS),
+            "joined": False,
+        }
 
     def settings(self, system: System, checkpoint: Path) -> FinetuneSettings:
         """Returns the settings of `finetune` for the folder of a converted model."""
