@@ -11,6 +11,7 @@ import pathlib
 import re
 from typing import Any
 
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 import whatwhere_cli
@@ -35,6 +36,20 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     if page.file.src_uri in BESIDE:
         return re.sub(r"\]\(docs/", "](", markdown)
     return re.sub(r"\]\(\.\./(?=model_cards/|CONTRIBUTING|CHANGELOG|CITATION)", "](", markdown)
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
+    """Gives links of notebooks to other pages their place in the site, as MkDocs does only in Markdown files."""
+    if not page.file.src_uri.endswith(".ipynb"):
+        return html
+
+    def in_site(match: re.Match[str]) -> str:
+        target = files.get_file_from_path(match[1])
+        if target is None:
+            raise PluginError(f"{page.file.src_uri} has a link to {match[1]!r}, which is not a page.")
+        return f'href="{target.url_relative_to(page.file)}'
+
+    return re.sub(r'href="([^":#]+\.(?:md|ipynb))', in_site, html)
 
 
 def commands() -> str:
