@@ -18,10 +18,10 @@ from ...model_card import (
     card_head,
     card_tags,
     card_text,
+    licence_text,
     loading_code,
     plain,
     sign,
-    with_licence,
 )
 from ...position_plan import max_length
 from ..evaluation.data_description import describe_data, is_transfer, loss_unit, measured_text, text_of
@@ -93,12 +93,12 @@ class Facts:
         return f"`{folder}`" if folder else ""
 
 
-def model_card(facts: Facts, *, name: str, weights: str, licence: Mapping[str, Any] | None = None) -> ModelCard:
+def model_card(facts: Facts, *, name: str, weights: str, given: Mapping[str, Any] | None = None) -> ModelCard:
     """Builds the card of a model.
 
     Args:
         weights: their fingerprint.
-        licence: the licence that a user has given, by `LICENCE_KEYS`.
+        given: metadata that a user has given, see `given_metadata`.
     """
     config, conversion = facts.config, facts.conversion
     blocks = [*_lengths(facts), *_metrics(facts), *_tasks(facts)]
@@ -131,13 +131,11 @@ def model_card(facts: Facts, *, name: str, weights: str, licence: Mapping[str, A
             "Training": [*_training(facts)],
             "Evaluation": [*blocks[1:], *_commands(facts.results)],
             "Limitations": ["\n".join(f"- {line}" for line in _limitations(facts))],
-            "Licence": [*_licences(facts, str(metadata.license))],
+            "Licence": [*_licences(facts, licence_text(metadata.license))],
         },
         has_code=facts.place is None and not facts.is_adapter,
     )
-    if licence:
-        text = with_licence(metadata, text, licence)
-    return sign(metadata, text, weights, is_given=bool(licence))
+    return sign(metadata, text, weights, given or {})
 
 
 def described(data: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ import yaml
 
 from ...model_card import encoding_text, weights_fingerprint
 from ..cards.content import headline
-from ..cards.folder import write_card
+from ..cards.folder import replaced_card, write_card
 from ..evaluation.curves import read_curves
 from ..evaluation.data_description import describe_data
 from ..evaluation.results import markdown_table, own_entries, own_lengths, read_json, read_results, result_files
@@ -188,6 +188,9 @@ def make(
     folders = [card_folder(run, output, name) for run in runs]
     if len(set(folders)) < len(folders):
         raise ValueError("two runs have the same card folder: give one RUN at a time, and --name.")
+    # Before files beside them are replaced.
+    for folder in folders:
+        replaced_card(folder)
     for run, folder in zip(runs, folders):
         collect(run, folder, shared)
     for path in files:
