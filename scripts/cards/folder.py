@@ -77,7 +77,10 @@ def write_card(folder: str | pathlib.Path, *, name: str | None = None, licence: 
     results, weights = results_of(folder)
     first = next((key for key in results if key.startswith("length")), None)
     compared = _compared(folder, f"{first}.json", results[first]) if about and first else []
-    figure = first or ("curves" if about and "curves" in results else None)
+    if about:
+        figure = first or ("curves" if "curves" in results else None)
+    else:
+        figure = next((key for key in results if key.startswith("length") and (folder / f"{key}.png").is_file()), None)
     if about and figure:
         _draw(folder, figure, results, compared, config.position_encoding)
     has_tokenizer = about["tokenizer"] if about else (folder / "tokenizer_config.json").is_file()
