@@ -700,6 +700,10 @@ def test_licence_base_model_and_data_of_a_fine_tuned_model():
     assert card.data.license == "mit"
     assert ", fine-tuned from `mine`" in card.text
     assert "Weights: mit, as in the card of `mine`." in card.text
+    # The Hub takes lists. The name is escaped.
+    card = card_of_run({**training, "licence": ["mit", "apache-2.0"], "base_folder": "m`[x](y)"})
+    assert card.data.license == ["mit", "apache-2.0"]
+    assert "Weights: mit, apache-2.0, as in the card of m\\`\\[x\\](y)." in card.text
     training |= {"base_model": ["me/a", "me/b"], "metrics_before": {"loss": {"value": 1.25}}}
     card = card_of_run(training)
     assert (

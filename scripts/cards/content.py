@@ -90,7 +90,7 @@ class Facts:
             names = [names] if isinstance(names, str) else names
             return ", ".join(f"[`{name}`](https://huggingface.co/{name})" for name in names)
         folder = self.run.get("base_folder") or self.conversion.get("source")
-        return f"`{folder}`" if folder else ""
+        return _code_span(folder) if folder else ""
 
 
 def model_card(facts: Facts, *, name: str, weights: str, given: Mapping[str, Any] | None = None) -> ModelCard:
@@ -164,6 +164,17 @@ def headline(run: Mapping[str, Any], vocabulary: int) -> str:
     return f"{', '.join(found)}, {corpus}"
 
 
+def _code_span(name: str) -> str:
+    """Returns the name of a file or folder as code, or as escaped text if it would end the code."""
+    return f"`{name}`" if name.isprintable() and "`" not in name else plain(name)
+
+
+def _fenced(text: str, language: str) -> str:
+    """Returns text in a fence longer than those in the text."""
+    fence = max(["```", *(f"{found}`" for found in re.findall("`{3,}", text))], key=len)
+    return f"{fence}{language}\n{text}\n{fence}"
+
+
 def _kind(facts: Facts) -> str:
     family = "GPT-2" if "gpt2" in facts.config.model_type else "Llama"
     count = facts.run.get("parameters") or facts.conversion.get("parameters")
@@ -183,7 +194,7 @@ def _summary(facts: Facts, *, has_results: bool) -> str:
     if conversion:
         new = f"its {conversion['new']:,} new parameters are untrained, and " if conversion["new"] else ""
         if file := conversion.get("gguf_file"):
-            text += f" The weights of the source were dequantised from `{file}` (GGUF)."
+            text += f" The weights of the source were dequantised from {_code_span(file)} (GGUF)."
         text += f" It was not trained after the conversion: {new}it needs fine-tuning (`whatwhere finetune`)."
     return text if has_results else f"{text} {NO_RESULTS}"
 
@@ -307,15 +318,14 @@ def _notes(facts: Facts) -> Iterator[str]:
     if sample := facts.results.get("sample"):
         # Bytes that are no text, as small models write them, would not survive in a file.
         text = "".join(one if one.isprintable() or one in "\t\n" else "\ufffd" for one in sample["text"])
-        fence = max(["```", *(f"{found}`" for found in re.findall("`{3,}", text))], key=len)
-        yield f"It prints:\n\n{fence}text\n{text}\n{fence}"
+        yield f"It prints:\n\n{_fenced(text, 'text')}"
         if facts.data.get("kind") == "text" and facts.data.get("prompt"):
             yield "The prompt is from the held-out text."
     if facts.place:
         time = f" ({run['seconds'] / 60:,.1f} minutes, device `{run['device']}`)" if run.get("seconds") else ""
         yield (
             f"The weights are not published. This command trains them{time}; other machines and versions give slightly "
-            f"different weights:\n\n```bash\n{run['command']}\n```"
+            f"different weights:\n\n{_fenced(run['command'], 'bash')}"
         )
     if not facts.has_tokenizer:
         yield "No tokenizer is saved with the model."
@@ -343,7 +353,7 @@ def _training(facts: Facts) -> Iterator[str]:
     if facts.recipe_file:
         yield f"The recipe, with all defaults: [{facts.recipe_file}]({facts.recipe_file})."
     if not facts.place:
-        yield f"```bash\n{run['command']}\n```"
+        yield _fenced(run["command"], "bash")
     yield _origin("results", run)
 
 
@@ -412,7 +422,7 @@ def _commands(results: Mapping[str, Any]) -> Iterator[str]:
     for file, one in results.items():
         if file != "results" and "command" in one:
             commands = dict.fromkeys(run["command"] for run in (*one.get("earlier", []), one))
-            yield "```bash\n" + "\n".join(commands) + "\n```"
+            yield _fenced("\n".join(commands), "bash")
             yield _origin(file, one)
 
 
