@@ -1,9 +1,9 @@
 """Model cards (README.md): their form, and the short one that saving and pushing writes.
 
 `whatwhere card` writes the full one, of the same form, with results. A generated card ends in a comment with a digest
-of its text, the fingerprint of its weights, the number of its tags and a digest of its licence. A generated card
-without edits is replaced when other weights are saved to the folder, and copied with its weights. Tags and a licence
-that a user adds to its metadata stay. Edited cards are kept.
+of its text, the fingerprint of its weights, and digests of its metadata. A generated card without edits of its text is
+replaced when other weights are saved to the folder, and copied with its weights. Metadata that a user adds or changes
+stay, such as a licence, tags or languages, except results. Cards with edited text are kept.
 """
 
 import hashlib
@@ -14,8 +14,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
+from transformers.utils import logging
 
 from .position_plan import parse
+
+logger = logging.get_logger(__name__)
 
 # Lines of the template that Transformers and PEFT save as a card.
 _MISSING = "[More Information Needed]"
@@ -30,11 +33,8 @@ _TRAINERS = (
     "This model card has been generated automatically according to the information the Trainer had access to.",
     "It has been trained using [TRL](https://github.com/huggingface/trl).",
 )
-_MARK = "\n<!-- whatwhere card: text={text} weights={weights} tags={tags} licence={licence} -->\n"
-_MARKED = re.compile(
-    r"\n<!-- whatwhere card: text=(?P<text>\w+) weights=(?P<weights>\w+) tags=(?P<tags>\d+)"
-    r"( licence=(?P<licence>\w+))? -->\n\Z"
-)
+_MARK = "\n<!-- whatwhere card: text={} weights={} metadata={} -->\n"
+_MARKED = re.compile(_MARK.format(r"(?P<text>\w+)", r"(?P<weights>\w+)", r"(?P<metadata>\S*)") + r"\Z")
 # The Hub's pipeline tag of each head.
 PIPELINES = {
     "ForCausalLM": "text-generation",
@@ -123,32 +123,58 @@ def card_head(config: Any) -> tuple[str, str | None]:
     return f"AutoModel{head}", PIPELINES.get(head)
 
 
-def sign(data: ModelCardData, text: str, weights: str, *, is_given: bool = False) -> ModelCard:
+def sign(data: ModelCardData, text: str, weights: str, given: Mapping[str, Any]) -> ModelCard:
     """Returns a card with the comment that marks it as generated.
 
-    `weights` is their fingerprint, and `is_given` whether a user has given the licence; the comment then has another.
+    `weights` is their fingerprint, and `given` are metadata of a user, see `with_given`, which later cards keep.
     """
-    text = text.rstrip() + "\n"
-    ours = _digest("unknown" if is_given else str(data.license))
-    mark = _MARK.format(text=_digest(text), weights=weights, tags=len(data.tags or []), licence=ours)
+    ours = [one for one in _entries(data.to_dict()) if one not in [*_entries(given)]]
+    text = with_given(data, text.rstrip() + "\n", given)
+    mark = _MARK.format(_digest(text), weights, ",".join(_digest(f"{key}: {one}")[:8] for key, one in ours))
     return ModelCard(f"---\n{data.to_yaml()}\n---\n{text}{mark}")
 
 
-def given_licence(card: ModelCard | None, mark: re.Match[str] | None) -> dict[str, Any] | None:
-    """Returns the licence, by `LICENCE_KEYS`, that a user has given to a generated card; None without one."""
-    if card is None or mark is None or card.data.get("license") in (None, "unknown"):
-        return None
-    if _digest(str(card.data.get("license"))) == (mark["licence"] or _digest("unknown")):
-        return None
-    return {key: card.data.get(key) for key in LICENCE_KEYS}
+def _entries(metadata: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yields the metadata of a card without its results, each item of a list separately; of licences all at once."""
+    for key, value in metadata.items():
+        if key != "model-index":
+            yield from ((key, one) for one in (value if isinstance(value, list) and key != "license" else [value]))
 
 
-def with_licence(data: ModelCardData, text: str, licence: Mapping[str, Any]) -> str:
-    """Sets a licence, by `LICENCE_KEYS`, in a card's metadata; returns its text with the licence of the weights."""
-    for key in LICENCE_KEYS:
-        data[key] = licence.get(key)
-    stated = plain(licence.get("license_name") or str(licence["license"]))
-    return re.sub(r"(?<=\n## Licence\n\n)[^\n]*", lambda _: f"Weights: {stated}.", text)
+def given_metadata(card: ModelCard | None, mark: re.Match[str] | None) -> dict[str, Any]:
+    """Returns the metadata that a user has given to a generated card or a template, by key; of lists, the new items."""
+    stated, given = card.data.to_dict() if card is not None else {}, dict[str, Any]()
+    ours = mark["metadata"] if mark else ""
+    # Templates have the other three.
+    not_given = ("license: unknown", *(() if mark else ("library_name: ", "base_model: ", "tags: base_model:")))
+    for key, one in _entries(stated):
+        if not f"{key}: {one}".startswith(not_given) and _digest(f"{key}: {one}")[:8] not in ours.split(","):
+            given[key] = one if stated[key] == one else [*given.get(key, []), one]
+    return given
+
+
+def with_given(data: ModelCardData, text: str, given: Mapping[str, Any]) -> str:
+    """Sets a user's metadata in those of a card, in lists at their ends; returns its text with a given licence."""
+    if "license" in given:
+        given = {**dict.fromkeys(LICENCE_KEYS), **given}
+        stated = licence_text(given["license_name"] or given["license"])
+        text = re.sub(r"(?<=\n## Licence\n\n)[^\n]*", lambda _: f"Weights: {stated}.", text)
+    for key, value in given.items():
+        mine = [one for _, one in _entries({key: data.get(key) or []})]
+        is_list = isinstance(value, list) and key != "license"
+        data[key] = mine + [one for one in value if one not in mine] if is_list else value
+    return text
+
+
+def licence_text(licence: Any) -> str:
+    """Returns a licence, or a list of them, for readers."""
+    return plain(", ".join(map(str, licence)) if isinstance(licence, list) else str(licence))
+
+
+def with_name(text: str, name: str) -> str:
+    """Returns the text of a card whose code loads the model `name`."""
+    line = r'(?<=```python\n)(from [^\n]*\n\nname = )"(?:[^"\\\n]|\\.)*"'
+    return re.sub(line, lambda found: found[1] + json.dumps(name, ensure_ascii=False), text, count=1)
 
 
 def _digest(text: str) -> str:
@@ -156,10 +182,14 @@ def _digest(text: str) -> str:
 
 
 def read_card(folder: str | pathlib.Path | None) -> tuple[ModelCard | None, re.Match[str] | None]:
-    """Returns the card in a folder, and its comment if it was generated here and not edited."""
+    """Returns the card in a folder, and its comment if its text is a generated one; ValueError if it is not valid."""
     if folder is None or not (path := pathlib.Path(folder) / "README.md").is_file():
         return None, None
-    card = ModelCard(path.read_text(encoding="utf-8"), ignore_metadata_errors=True)
+    try:
+        card = ModelCard(path.read_text(encoding="utf-8"), ignore_metadata_errors=True)
+    # Those of YAML are no ValueError.
+    except Exception as error:
+        raise ValueError(f"{str(path)!r} is not a valid model card: {' '.join(str(error).split())}.") from error
     mark = _MARKED.search(card.text)
     return card, mark if mark and mark["text"] == _digest(card.text[: mark.start()]) else None
 
@@ -294,12 +324,16 @@ def complete_card(
 
     A card of the Trainer or TRL keeps its text, and missing metadata are added: licence, library, pipeline and tags. A
     generated card of the same weights in `source`, the folder that the model was loaded from, is copied without its
-    figures. `name` is the Hub id, by default the folder's name.
+    figures. If a card cannot be read, it is kept, and there is a warning. `name` is the Hub id, by default the folder's
+    name.
     """
     folder = pathlib.Path(folder)
     name, weights = name or folder.resolve().name, weights_fingerprint(folder)
-    old, mark = read_card(folder)
-    known, known_mark = read_card(source)
+    try:
+        (old, mark), (known, known_mark) = read_card(folder), read_card(source)
+    except ValueError as error:
+        logger.warning(f"No model card is written: {error}")
+        return
     if old is not None and mark is None and not is_template(old):
         if is_of_trainer(old):
             complete_data(old, config)
@@ -309,16 +343,8 @@ def complete_card(
         return
     data: Any = card_data(config)
     text = card_text(config, name)
-    licence = given_licence(old, mark)
+    given = given_metadata(old, mark)
     if known is not None and known_mark and known_mark["weights"] == weights:
         data, text = known.data, re.sub(r"!\[[^\]]*\]\([^)]*\)\n+", "", known.text[: known_mark.start()])
-        text = re.sub(r'^name = "[^\n]*?"', lambda _: f"name = {json.dumps(name)}", text, flags=re.MULTILINE)
-        licence = licence or given_licence(known, known_mark)
-    if licence:
-        text = with_licence(data, text, licence)
-    card = sign(data, text, weights, is_given=bool(licence))
-    if old is not None:
-        # Tags that the user has added after ours.
-        added = (old.data.get("tags") or [])[int(mark["tags"]) if mark else 0 :]
-        card.data["tags"] = list(dict.fromkeys([*card.data["tags"], *added]))
-    card.save(folder / "README.md")
+        text, given = with_name(text, name), {**given_metadata(known, known_mark), **given}
+    sign(data, text, weights, given).save(folder / "README.md")

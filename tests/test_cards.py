@@ -2,6 +2,7 @@
 
 import copy
 import json
+import logging
 import pathlib
 import re
 import shutil
@@ -24,8 +25,9 @@ from whatwhere import (
 from whatwhere.model_card import _TRAINERS as TRAINERS
 from whatwhere.model_card import PAPERS, citation, complete_card, read_card, weights_fingerprint
 from whatwhere.scripts.cards.content import Facts, model_card
+from whatwhere.scripts.cards.folder import card_of_run as card_at_end
 from whatwhere.scripts.commands import card as command
-from whatwhere.scripts.commands import convert
+from whatwhere.scripts.commands import compare, convert
 from whatwhere.scripts.commands.push import staged
 from whatwhere.scripts.conversion.record import card_metadata
 from whatwhere.scripts.data import corpora
@@ -302,7 +304,7 @@ def test_a_sample_of_the_model_s_own_text(place, capsys):
     exec(snippet_of(run), {})
     assert capsys.readouterr().out == sample["text"] + "\n"
     assert "".join(one if one.isprintable() or one == "\n" else "\ufffd" for one in sample["text"]) == text_block(run)
-    assert "The prompt is from held-out text: WikiText-103" in text_of(run)
+    assert "The prompt is from the held-out text." in text_of(run)
     # It is recorded once, for these weights.
     command.main([str(run), "--name", str(run)])
     assert files_of(run) == before
@@ -368,6 +370,164 @@ def test_a_given_licence_is_kept(place):
     command.main([str(run), "--output", str(place / "model_cards"), "--licence", "mit"])
     command.main(["--output", str(place / "model_cards")])
     assert ModelCard(text_of(card_of(place))).data.license == "mit"
+
+
+def test_metadata_of_a_user_stay(place):
+    run = place / "runs" / "tiny"
+    command.main([str(run)])
+    card = ModelCard(text_of(run))
+    ours = card.data.to_dict()
+    mine = {"language": "en", "datasets": ["me/texts"], "license": ["mit", "apache-2.0"], "pipeline_tag": "fill-mask"}
+    for key, value in mine.items():
+        card.data[key] = value
+    card.data["tags"] = ["first", *card.data.tags]
+    card.data["metrics"] = [*card.data.metrics, "rouge"]
+    card.save(run / "README.md")
+    # Written twice, pushed, and saved with other weights.
+    for _ in range(2):
+        command.main([str(run)])
+        found = ModelCard(text_of(run)).data.to_dict()
+        added = {"tags": [*ours["tags"], "first"], "metrics": [*ours["metrics"], "rouge"]}
+        assert found == {**ours, **mine, **added}
+        assert "## Licence\n\nWeights: mit, apache-2.0.\n" in text_of(run)
+    (place / "staged").mkdir()
+    staged(run, place / "staged", "me/x")
+    assert ModelCard(text_of(place / "staged")).data.to_dict() == found
+    model = WhatWhereLlamaForCausalLM.from_pretrained(run)
+    with torch.no_grad():
+        model.lm_head.weight.add_(1.0)
+    model.save_pretrained(run)
+    data = ModelCard(text_of(run)).data.to_dict()
+    assert data == {key: value for key, value in found.items() if key != "model-index"} | {"metrics": ["rouge"]}
+
+
+def test_text_of_a_user_is_not_replaced(place, capsys):
+    run = place / "runs" / "tiny"
+    command.main([str(run)])
+    for text in (text_of(run).replace("54,321", "many"), "# Mine\n\nIt likes rain.\n"):
+        (run / "README.md").write_text(text, encoding="utf-8")
+        with pytest.raises(ValueError, match=r"README.md' was written or edited by hand, and is kept: move it away"):
+            command.main([str(run)])
+        assert text_of(run) == text
+    # In a folder of cards, nothing beside it changes.
+    (card_of(place) / "README.md").write_text("# Mine\n", encoding="utf-8")
+    before = files_of(card_of(place))
+    with pytest.raises(ValueError, match="by hand"):
+        command.main([str(run), "--output", str(place / "model_cards")])
+    assert files_of(card_of(place)) == before
+    # At the end of training.
+    results = (run / "results.json").read_bytes()
+    (run / "results.json").unlink()
+    with card_at_end(run):
+        (run / "results.json").write_bytes(results)
+    assert "The run is finished, but no card is written: " in capsys.readouterr().err
+    assert text_of(run) == text
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [(b"---\nlicense: [mit\n---\n# x\n", "expected ',' or ']'"), (b"# x \xff\n", "can't decode byte 0xff")],
+    ids=["yaml", "latin"],
+)
+def test_a_card_that_cannot_be_read(place, content, reason, caplog, monkeypatch):
+    run = place / "runs" / "tiny"
+    (run / "README.md").write_bytes(content)
+    with pytest.raises(ValueError, match=re.escape(reason)) as error:
+        command.main([str(run)])
+    assert str(error.value).startswith(f"{str(run / 'README.md')!r} is not a valid model card: ")
+    assert "\n" not in str(error.value)
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    WhatWhereLlamaForCausalLM.from_pretrained(run).save_pretrained(run)
+    (warning,) = [one.getMessage() for one in caplog.records if "model card" in one.getMessage()]
+    assert warning.startswith(f"No model card is written: {str(run / 'README.md')!r} is not a valid model card: ")
+    assert (run / "README.md").read_bytes() == content
+
+
+def test_only_the_name_in_the_code_changes(place):
+    run = place / "runs" / "tiny"
+    text = 'name = "a"\nname = "b"\nopen("/etc/mine/x")\n## Model\n'
+    command.main([str(run), "--name", 'it"s'])
+    sample = json.loads((run / "sample.json").read_text(encoding="utf-8"))
+    write_json(run / "sample.json", {**sample, "prompt": 'see /etc/mine/y\nname = "c"', "text": text})
+    command.main([str(run), "--name", 'it"s'])
+    before = text_of(run)
+    assert text in before
+    (place / "staged").mkdir()
+    staged(run, place / "staged", "me/x")
+    expected = before.replace('name = "it\\"s"', 'name = "me/x"', 1)
+    assert expected != before
+    # But for the digest of the text.
+    assert text_of(place / "staged").partition("<!--")[0] == expected.partition("<!--")[0]
+    assert (place / "staged" / "sample.json").read_bytes() == (run / "sample.json").read_bytes()
+    WhatWhereLlamaForCausalLM.from_pretrained(run).save_pretrained(place / "copy")
+    expected = before.replace('name = "it\\"s"', 'name = "copy"', 1)
+    assert text_of(place / "copy").partition("<!--")[0] == expected.partition("<!--")[0]
+
+
+def test_figures_of_results_beside_the_weights(place):
+    run = place / "runs" / "tiny"
+    command.main([str(run), "--results", str(place / "length_pg19.json")])
+    assert (run / "length_pg19.png").read_bytes().startswith(b"\x89PNG")
+    assert "](length_pg19.png)" in text_of(run)
+    # One without a figure, first in order, does not remove the other.
+    shutil.copy(run / "length_pg19.json", run / "length_a.json")
+    command.main([str(run)])
+    assert "](length_pg19.png)" in text_of(run)
+
+
+def test_results_on_training_text_are_marked(place, capsys):
+    path = card_of(place) / "length_pg19.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    sentence = "measured on text that the model was trained on."
+    assert sentence not in text_of(card_of(place))
+    write_json(path, {**content, "checkpoints": [{**one, "trained_on": True} for one in content["checkpoints"]]})
+    command.main(["--output", str(place / "model_cards")])
+    assert f" **this model**: {sentence}\n" in text_of(card_of(place))
+    name = "tiny_small_pope"
+    assert f" [{name}](../{name}/README.md): {sentence}\n" in text_of(card_of(place, "tiny_small_rope"))
+    assert not any(dataset == "pg19" for dataset, _ in model_index(text_of(card_of(place))))
+    assert any(dataset == "pg19" for dataset, _ in model_index(text_of(card_of(place, "tiny_small_rope"))))
+    capsys.readouterr()
+    compare.main([str(card_of(place, one)) for one in (name, "tiny_small_rope")])
+    assert f"(!) length_pg19 of {name}: {sentence}\n" in capsys.readouterr().out
+    # Extrapolation needs windows longer than the trained length.
+    sentence = "Length extrapolation was not measured."
+    assert sentence not in text_of(card_of(place))
+    write_json(path, {**content, "checkpoints": [{**content["checkpoints"][0], "cells": [cell(32, 51.25)]}]})
+    command.write_card(card_of(place))
+    assert sentence in text_of(card_of(place))
+
+
+def test_own_files_in_a_card():
+    files = [f"my/{name}.txt" for name in ("a|`b`", "*c*", "d", "e")]
+    data = describe_data({"source": "local", "split": "validation", "train_file": files})
+    shown = "my/a\\|\\`b\\`.txt, my/\\*c\\*.txt and 2 more"
+    training = {"metrics": {"bits_per_byte": {"value": 1.5}, "perplexity": {"value": 3.0}}, "data": data, **ORIGIN}
+    training |= {"unit": "byte", "held_out": {"texts": [{"documents": 4}]}}
+    text = card_of_run(training).text
+    result = f"1.5 bits per byte, perplexity 3 per byte, a held-out part of {shown}, validation split."
+    assert f"Held-out result: {result}" in text
+    assert f"| train | all but the held-out part | {shown} |\n" in text
+    assert f"| validation | the held-out part, of 4 documents | {shown} |\n" in text
+    assert text.count(f"{shown}: not known") == 1
+    assert "Perplexity is" not in text
+    other = {
+        **training,
+        "data": describe_data(
+            {"source": "local", "split": "validation", "splits": {"train": "a\nb.txt", "validation": "c.txt"}}
+        ),
+    }
+    text = card_of_run(other).text
+    assert "| train | all | a b.txt |\n| validation | all | c.txt |\n" in text
+    other = {**training, "data": describe_data({"source": "stdlib", "split": "test"})}
+    assert "| train | the train split | source code of " in card_of_run(other).text
+
+
+def test_the_name_of_a_card_has_the_encoding_once(tmp_path):
+    recipes = {"demo_rope": "demo_rope", "europe": "europe_rope", "rope": "rope"}
+    for recipe, name in recipes.items():
+        run = run_folder(tmp_path / recipe, encoding="rope", recipe={**TRAINING["recipe"], "name": recipe})
+        assert command.card_folder(run, tmp_path / "cards").name == name
 
 
 def test_the_card_beside_the_weights(place, capsys):
@@ -540,6 +700,10 @@ def test_licence_base_model_and_data_of_a_fine_tuned_model():
     assert card.data.license == "mit"
     assert ", fine-tuned from `mine`" in card.text
     assert "Weights: mit, as in the card of `mine`." in card.text
+    # The Hub takes lists. The name is escaped.
+    card = card_of_run({**training, "licence": ["mit", "apache-2.0"], "base_folder": "m`[x](y)"})
+    assert card.data.license == ["mit", "apache-2.0"]
+    assert "Weights: mit, apache-2.0, as in the card of m\\`\\[x\\](y)." in card.text
     training |= {"base_model": ["me/a", "me/b"], "metrics_before": {"loss": {"value": 1.25}}}
     card = card_of_run(training)
     assert (

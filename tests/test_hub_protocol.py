@@ -20,6 +20,7 @@ from tiny import tiny_model
 from whatwhere import WhatWhereLlamaForCausalLM
 from whatwhere.model_card import weights_fingerprint
 from whatwhere.scripts.cards.folder import write_card
+from whatwhere.scripts.commands import push as command
 from whatwhere.scripts.data.tokenize import build_tokenizer
 from whatwhere.scripts.writing import write_json
 
@@ -426,6 +427,19 @@ def test_the_command_makes_a_private_repository(hub, author, name):
 )
 def test_the_command_says_what_is_wrong(author, name, options, message):
     assert message in author(push_run, name, *options)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "README.md"])
+def test_the_folder_is_checked_before_the_network(monkeypatch, saved, tmp_path, name):
+    for path, content in saved.items():
+        (tmp_path / path).write_bytes(content)
+    message = "no weights" if name == "model.safetensors" else "is not a valid model card"
+    (tmp_path / name).unlink()
+    if name == "README.md":
+        (tmp_path / name).write_bytes(b"\xff")
+    monkeypatch.setattr(HfApi, "whoami", lambda *_: pytest.fail("the network was used"))
+    with pytest.raises(ValueError, match=message):
+        command.push(tmp_path, "me/a")
 
 
 @pytest.mark.parametrize(

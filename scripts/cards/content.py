@@ -18,13 +18,13 @@ from ...model_card import (
     card_head,
     card_tags,
     card_text,
+    licence_text,
     loading_code,
     plain,
     sign,
-    with_licence,
 )
 from ...position_plan import max_length
-from ..evaluation.data_description import describe_data, is_transfer, loss_unit, measured_text, text_of
+from ..evaluation.data_description import HELD_OUT, describe_data, is_transfer, loss_unit, measured_text, text_of
 from ..evaluation.length_report import heading, unit_of
 from ..evaluation.length_report import table as length_table
 from ..evaluation.results import markdown_table
@@ -90,15 +90,15 @@ class Facts:
             names = [names] if isinstance(names, str) else names
             return ", ".join(f"[`{name}`](https://huggingface.co/{name})" for name in names)
         folder = self.run.get("base_folder") or self.conversion.get("source")
-        return f"`{folder}`" if folder else ""
+        return _code_span(folder) if folder else ""
 
 
-def model_card(facts: Facts, *, name: str, weights: str, licence: Mapping[str, Any] | None = None) -> ModelCard:
+def model_card(facts: Facts, *, name: str, weights: str, given: Mapping[str, Any] | None = None) -> ModelCard:
     """Builds the card of a model.
 
     Args:
         weights: their fingerprint.
-        licence: the licence that a user has given, by `LICENCE_KEYS`.
+        given: metadata that a user has given, see `given_metadata`.
     """
     config, conversion = facts.config, facts.conversion
     blocks = [*_lengths(facts), *_metrics(facts), *_tasks(facts)]
@@ -131,13 +131,11 @@ def model_card(facts: Facts, *, name: str, weights: str, licence: Mapping[str, A
             "Training": [*_training(facts)],
             "Evaluation": [*blocks[1:], *_commands(facts.results)],
             "Limitations": ["\n".join(f"- {line}" for line in _limitations(facts))],
-            "Licence": [*_licences(facts, str(metadata.license))],
+            "Licence": [*_licences(facts, licence_text(metadata.license))],
         },
         has_code=facts.place is None and not facts.is_adapter,
     )
-    if licence:
-        text = with_licence(metadata, text, licence)
-    return sign(metadata, text, weights, is_given=bool(licence))
+    return sign(metadata, text, weights, given or {})
 
 
 def described(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -162,8 +160,19 @@ def headline(run: Mapping[str, Any], vocabulary: int) -> str:
         found.append(f"loss {metrics['loss']['value']:.4g} nats per {unit}")
     if not found:
         return ""
-    corpus = data["splits"][data["split"]] if data["source"] == "corpus" else text_of(data)
-    return f"{', '.join(found)}, `{corpus}`"
+    corpus = f"`{data['splits'][data['split']]}`" if data["source"] == "corpus" else plain(text_of(data))
+    return f"{', '.join(found)}, {corpus}"
+
+
+def _code_span(name: str) -> str:
+    """Returns the name of a file or folder as code, or as escaped text if it would end the code."""
+    return f"`{name}`" if name.isprintable() and "`" not in name else plain(name)
+
+
+def _fenced(text: str, language: str) -> str:
+    """Returns text in a fence longer than those in the text."""
+    fence = max(["```", *(f"{found}`" for found in re.findall("`{3,}", text))], key=len)
+    return f"{fence}{language}\n{text}\n{fence}"
 
 
 def _kind(facts: Facts) -> str:
@@ -185,7 +194,7 @@ def _summary(facts: Facts, *, has_results: bool) -> str:
     if conversion:
         new = f"its {conversion['new']:,} new parameters are untrained, and " if conversion["new"] else ""
         if file := conversion.get("gguf_file"):
-            text += f" The weights of the source were dequantised from `{file}` (GGUF)."
+            text += f" The weights of the source were dequantised from {_code_span(file)} (GGUF)."
         text += f" It was not trained after the conversion: {new}it needs fine-tuning (`whatwhere finetune`)."
     return text if has_results else f"{text} {NO_RESULTS}"
 
@@ -196,10 +205,10 @@ def _linked(one: Mapping[str, Any]) -> str:
 
 
 def _note(unit: str, vocabulary: int, *, has_bytes: bool = True) -> str:
-    """Returns the sentence on what a perplexity can be compared with."""
+    """Returns the sentence on what a perplexity can be compared with; empty if it is per byte."""
     if unit == "byte":
-        return "Perplexity is per byte."
-    text = f"Perplexity is per token of a tokenizer with {vocabulary:,} entries: not comparable between tokenizers"
+        return ""
+    text = f" Perplexity is per token of a tokenizer with {vocabulary:,} entries: not comparable between tokenizers"
     return text + ("; bits per byte are." if has_bytes else ".")
 
 
@@ -210,7 +219,9 @@ def _lengths(facts: Facts) -> Iterator[str]:
         linked = [{**entry, "name": f"[{entry['name']}](../{entry['name']}/README.md)"} for entry in others]
         title = plain(heading(own, measured_text(content["data"], own)))
         note = _note(unit_of(own), facts.config.vocab_size)
-        yield f"{title}. {note}\n\n{length_table([*own, *linked], aligned=False)}"
+        if names := ", ".join(dict.fromkeys(one["name"] for one in (*own, *linked) if one.get("trained_on"))):
+            note += f" {names}: measured on text that the model was trained on."
+        yield f"{title}.{note}\n\n{length_table([*own, *linked], aligned=False)}"
 
 
 def _metrics(facts: Facts) -> Iterator[str]:
@@ -231,7 +242,7 @@ def _metrics(facts: Facts) -> Iterator[str]:
         text += f", sequences of {run['length']:,} tokens" if run.get("length") else ""
         text += f", {run['tokens']:,} tokens scored." if run.get("tokens") else "."
         if "perplexity" in metrics:
-            text += f" {_note(unit, facts.config.vocab_size, has_bytes='bits_per_byte' in metrics)}"
+            text += _note(unit, facts.config.vocab_size, has_bytes="bits_per_byte" in metrics)
         if run.get("changed_documents"):
             text += f" The tokenizer changes the text of {run['changed_documents']:,} documents: bits per byte are not "
             text += "comparable with those of other tokenizers."
@@ -307,15 +318,14 @@ def _notes(facts: Facts) -> Iterator[str]:
     if sample := facts.results.get("sample"):
         # Bytes that are no text, as small models write them, would not survive in a file.
         text = "".join(one if one.isprintable() or one in "\t\n" else "\ufffd" for one in sample["text"])
-        fence = max(["```", *(f"{found}`" for found in re.findall("`{3,}", text))], key=len)
-        yield f"It prints:\n\n{fence}text\n{text}\n{fence}"
+        yield f"It prints:\n\n{_fenced(text, 'text')}"
         if facts.data.get("kind") == "text" and facts.data.get("prompt"):
-            yield f"The prompt is from held-out text: {plain(text_of(run['data']))}."
+            yield "The prompt is from the held-out text."
     if facts.place:
         time = f" ({run['seconds'] / 60:,.1f} minutes, device `{run['device']}`)" if run.get("seconds") else ""
         yield (
             f"The weights are not published. This command trains them{time}; other machines and versions give slightly "
-            f"different weights:\n\n```bash\n{run['command']}\n```"
+            f"different weights:\n\n{_fenced(run['command'], 'bash')}"
         )
     if not facts.has_tokenizer:
         yield "No tokenizer is saved with the model."
@@ -331,7 +341,9 @@ def _training(facts: Facts) -> Iterator[str]:
     if data:
         rows = [["split", "documents", "corpus"]]
         for split, one in data["described"].items():
-            rows.append([split, f"`{one['choice']}`" if one["choice"] else "all", _linked(one)])
+            rows.append(
+                [split, _documents(facts, split), _linked({**one, "title": one["title"].replace(HELD_OUT, "")})]
+            )
         yield markdown_table(rows)
         if data.get("place") == "local files":
             yield (
@@ -341,8 +353,22 @@ def _training(facts: Facts) -> Iterator[str]:
     if facts.recipe_file:
         yield f"The recipe, with all defaults: [{facts.recipe_file}]({facts.recipe_file})."
     if not facts.place:
-        yield f"```bash\n{run['command']}\n```"
+        yield _fenced(run["command"], "bash")
     yield _origin("results", run)
+
+
+def _documents(facts: Facts, split: str) -> str:
+    """Returns which documents are in a split."""
+    data = facts.data
+    if choice := data["described"][split]["choice"]:
+        return f"`{choice}`"
+    texts = data.get("mixture") or [data]
+    if not any(text.get("train_file") and not text.get("validation_file") for text in texts):
+        return "all" if all(text.get("source") == "local" for text in texts) else f"the {split} split"
+    if split == "train":
+        return "all but the held-out part"
+    count = sum(text["documents"] for text in (facts.run.get("held_out") or {}).get("texts", ()))
+    return "the held-out part" + (f", of {count:,} document{'s' * (count > 1)}" if count else "")
 
 
 def _settings(facts: Facts) -> Iterator[tuple[str, str]]:
@@ -396,7 +422,7 @@ def _commands(results: Mapping[str, Any]) -> Iterator[str]:
     for file, one in results.items():
         if file != "results" and "command" in one:
             commands = dict.fromkeys(run["command"] for run in (*one.get("earlier", []), one))
-            yield "```bash\n" + "\n".join(commands) + "\n```"
+            yield _fenced("\n".join(commands), "bash")
             yield _origin(file, one)
 
 
@@ -422,7 +448,9 @@ def _limitations(facts: Facts) -> Iterator[str]:
     text = f"The configured length is {facts.config.max_position_embeddings:,} tokens; the encoding "
     text += "has no limit." if limit is None else f"supports at most {limit:,}."
     yield f"{text} Quality beyond the trained length is known only at the measured lengths."
-    if data.get("kind") == "text" and not facts.lengths:
+    entries = [entry for content in facts.lengths for entry in content["checkpoints"]]
+    is_longer = any(cell["length"] > entry["trained_length"] for entry in entries for cell in entry["cells"])
+    if data.get("kind") == "text" and not is_longer:
         yield "Length extrapolation was not measured."
     if data.get("kind") == "text" and not facts.tasks:
         yield "Zero-shot tasks were not measured."
@@ -447,7 +475,7 @@ def _licences(facts: Facts, licence: str) -> Iterator[str]:
         yield f"Code, weights and this card: {licence}."
     titles: dict[str, str] = {}
     for one in facts.data.get("described", {}).values():
-        titles.setdefault(one["title"], one["licence"] or "not known")
+        titles.setdefault(one["title"].replace(HELD_OUT, ""), one["licence"] or "not known")
     if titles:
         yield "Licences of the data:"
         yield "\n".join(f"- {title}: {licence}" for title, licence in titles.items())

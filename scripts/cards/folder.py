@@ -4,13 +4,22 @@ import contextlib
 import os
 import pathlib
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import transformers
 
-from ...model_card import NO_RESULTS, complete_data, given_licence, is_of_trainer, is_template, read_card
+from ...model_card import (
+    LICENCE_KEYS,
+    NO_RESULTS,
+    complete_data,
+    given_metadata,
+    is_of_trainer,
+    is_template,
+    read_card,
+)
 from ..conversion.record import RECORD, card_metadata
 from ..errors import Refused
 from ..evaluation.checkpoints import checked_loading
@@ -28,8 +37,8 @@ from .sample import generation, take_sample
 def write_card(folder: str | pathlib.Path, *, name: str | None = None, licence: str | None = None) -> pathlib.Path:
     """Writes README.md into a folder, from the other files in it, and returns its path.
 
-    A card of the Trainer or TRL keeps its text, and gets the metadata that it lacks. With the first card of weights,
-    `sample.json` is written.
+    A card of the Trainer or TRL keeps its text, and gets the metadata that it lacks. A card with text of a user is
+    refused. With the first card of weights, `sample.json` is written.
 
     Args:
         name: of the model, by default the folder's.
@@ -54,7 +63,7 @@ def write_card(folder: str | pathlib.Path, *, name: str | None = None, licence: 
         raise ValueError(
             f"folder={str(folder)!r} is not valid: its model_type {config.model_type!r} is not one of this package."
         )
-    path, (old, mark) = folder / "README.md", read_card(folder)
+    path, (old, mark) = folder / "README.md", replaced_card(folder)
     if old is not None and mark is None and is_of_trainer(old):
         if name is not None:
             raise Refused(
@@ -68,7 +77,10 @@ def write_card(folder: str | pathlib.Path, *, name: str | None = None, licence: 
     results, weights = results_of(folder)
     first = next((key for key in results if key.startswith("length")), None)
     compared = _compared(folder, f"{first}.json", results[first]) if about and first else []
-    figure = first or ("curves" if about and "curves" in results else None)
+    if about:
+        figure = first or ("curves" if "curves" in results else None)
+    else:
+        figure = next((key for key in results if key.startswith("length") and (folder / f"{key}.png").is_file()), None)
     if about and figure:
         _draw(folder, figure, results, compared, config.position_encoding)
     has_tokenizer = about["tokenizer"] if about else (folder / "tokenizer_config.json").is_file()
@@ -88,10 +100,24 @@ def write_card(folder: str | pathlib.Path, *, name: str | None = None, licence: 
         if sample is not None:
             results["sample"] = {**sample, "weights_sha256": weights}
             write_json(folder / "sample.json", results["sample"])
-    given = {"license": licence} if licence else given_licence(old, mark)
-    card = model_card(facts, name=name or folder.resolve().name, weights=weights, licence=given)
+    given = with_new_licence(given_metadata(old, mark), licence)
+    card = model_card(facts, name=name or folder.resolve().name, weights=weights, given=given)
     write_text(path, str(card))
     return path
+
+
+def replaced_card(folder: pathlib.Path) -> tuple[Any, Any]:
+    """Returns `read_card` of a folder; raises Refused for a card that cannot be read, or with text of a user."""
+    try:
+        card, mark = read_card(folder)
+    except ValueError as error:
+        raise Refused(f"{error} Correct it, or move it away for a new card.") from error
+    if card is not None and mark is None and not is_template(card) and not is_of_trainer(card):
+        raise Refused(
+            f"{str(folder / 'README.md')!r} was written or edited by hand, and is kept: move it away for a new card. "
+            "A new card only keeps changes of the metadata."
+        )
+    return card, mark
 
 
 def check_licence(licence: str | None) -> None:
@@ -100,9 +126,16 @@ def check_licence(licence: str | None) -> None:
         raise Refused(f"licence={licence!r} is not valid: it must be an identifier of the Hub, like 'apache-2.0'.")
 
 
+def with_new_licence(given: dict[str, Any], licence: str | None) -> dict[str, Any]:
+    """Returns metadata that a user has given, with a new licence if there is one."""
+    if licence is None:
+        return given
+    return {key: value for key, value in given.items() if key not in LICENCE_KEYS} | {"license": licence}
+
+
 @contextlib.contextmanager
 def card_of_run(folder: str | pathlib.Path) -> Iterator[None]:
-    """Writes the card of a run that is finished in this context, in the first process.
+    """Writes the card of a run that is finished in this context, in the first process; one by hand is kept.
 
     A run that was finished before gets it if it has none with its results: its process ended before it was written.
     """
@@ -110,19 +143,22 @@ def card_of_run(folder: str | pathlib.Path) -> Iterator[None]:
     results = folder / "results.json"
     was_finished = results.exists()
     yield
-    if results.exists() and is_first_process() and (not was_finished or not _has_results(folder / "README.md")):
+    if results.exists() and is_first_process():
         try:
-            write_card(folder)
+            if not was_finished or not _has_results(folder):
+                write_card(folder)
+        except Refused as error:
+            print(f"The run is finished, but no card is written: {error}", file=sys.stderr)
         except OSError as error:
             raise OSError(
                 f"The run is finished, but its card cannot be written ({error}). Then: whatwhere card {folder}"
             ) from error
 
 
-def _has_results(card: pathlib.Path) -> bool:
-    """Returns whether a card exists that is neither the short one, which models write when saved, nor a template."""
-    found, _ = read_card(card.parent)
-    return found is not None and NO_RESULTS not in found.text and not is_template(found)
+def _has_results(folder: pathlib.Path) -> bool:
+    """Returns whether a folder has a generated card that is not the short one, which models write when saved."""
+    found, mark = replaced_card(folder)
+    return mark is not None and NO_RESULTS not in found.text
 
 
 def _conversion(folder: pathlib.Path, config: Any) -> dict[str, Any]:

@@ -59,11 +59,11 @@ def _trained(training: Mapping[str, Any], vocabulary: int) -> Iterator[EvalResul
 
 
 def _lengths(results: Mapping[str, Any], vocabulary: int) -> Iterator[EvalResult]:
-    """Yields perplexities by length, except on parts of a split, which are not comparable with others."""
+    """Yields perplexities by length, except on parts of a split and on text of training: others are not comparable."""
     for length in (one for key, one in results.items() if key.startswith("length")):
         if length["data"].get("document_limit") or length["data"].get("text_tokens"):
             continue
-        for entry in length["checkpoints"]:
+        for entry in (one for one in length["checkpoints"] if not one.get("trained_on")):
             variant = f", {entry['variant']}" if entry["variant"] else ""
             for cell in (cell for cell in entry["cells"] if cell["reached"]):
                 where = f"at {cell['length']} tokens{variant}"

@@ -9,9 +9,10 @@
 A card's folder contains `config.json`, `recipe.yaml`, the results files of its weights (`results.json`, `length.json`,
 `length_*.json`, `lm_eval.json`, `sample.json`), `curves.json` (a thinned `metrics.jsonl`), one figure, and `card.json`
 with the place of the weights. `--results` adds measurements of several checkpoints: each folder gets its own entries,
-and cards in one folder also show those of the others that were measured on the same text. A licence that was given once
-is kept. Absolute paths in recorded commands are shortened to their last part. Cards of the papers' tables (`whatwhere
-reproduce --cards`) are rewritten, too.
+and cards in one folder also show those of the others that were measured on the same text. Metadata
+that were given or changed by hand are kept, such as the licence; a card with edited text is refused. Absolute paths in
+recorded commands are shortened to their last part. Cards of the papers' tables (`whatwhere reproduce --cards`) are
+rewritten, too.
 """
 
 import collections
@@ -25,9 +26,10 @@ import yaml
 
 from ...model_card import encoding_text, weights_fingerprint
 from ..cards.content import headline
-from ..cards.folder import write_card
+from ..cards.folder import replaced_card, write_card
 from ..evaluation.curves import read_curves
-from ..evaluation.data_description import describe_data
+from ..evaluation.data_description import describe_data, measured_text
+from ..evaluation.length_report import draw
 from ..evaluation.results import markdown_table, own_entries, own_lengths, read_json, read_results, result_files
 from ..parsers import command_parser
 from ..writing import check_writable, write_json, write_text
@@ -48,7 +50,7 @@ def without_folders(content: Any) -> Any:
 
 
 def card_folder(run: pathlib.Path, output: pathlib.Path, name: str | None = None) -> pathlib.Path:
-    """Returns the folder of a finished run's card; its default name is recipe and encoding."""
+    """Returns the folder of a finished run's card; its default name is the recipe's, with the encoding at its end."""
     if not (run / "config.json").is_file() and (run / "adapter_config.json").is_file():
         raise ValueError(
             f"run={str(run)!r} is an adapter, whose card lies beside its weights: leave out --output. `whatwhere "
@@ -60,7 +62,9 @@ def card_folder(run: pathlib.Path, output: pathlib.Path, name: str | None = None
     if name is None:
         encoding = encoding_text(read_json(run / "config.json").get("position_encoding", "stock"))
         encoding = encoding.replace(", ", "-").replace("+", "_")
-        name = f"{(results.get('recipe') or {}).get('name') or run.resolve().name}_{encoding}"
+        name = (results.get("recipe") or {}).get("name") or run.resolve().name
+        if not re.search(rf"(^|[^a-z]){re.escape(encoding)}$", name):
+            name += f"_{encoding}"
     folder = output / name
     if folder.exists() and any(folder.iterdir()) and not (folder / "card.json").is_file():
         raise ValueError(f"name={name!r} is not valid: {str(folder)!r} exists, and is not a model's card.")
@@ -68,13 +72,15 @@ def card_folder(run: pathlib.Path, output: pathlib.Path, name: str | None = None
 
 
 def _add_results(runs: Sequence[pathlib.Path], files: Sequence[pathlib.Path]) -> None:
-    """Writes, beside the weights of each run, the entries of length results that were measured with them."""
+    """Writes, beside the weights of each run, the entries of length results measured with them, and their figure."""
     for path in files:
         content, found = read_json(path), False
         for run in runs:
             if own := own_entries(content, weights_fingerprint(run)):
                 found = True
                 write_json(run / path.name, own)
+                entries = own["checkpoints"]
+                draw(entries, run / path.stem, title=measured_text(own["data"], entries))
         if not found:
             raise _of_other_weights(path)
 
@@ -188,6 +194,9 @@ def make(
     folders = [card_folder(run, output, name) for run in runs]
     if len(set(folders)) < len(folders):
         raise ValueError("two runs have the same card folder: give one RUN at a time, and --name.")
+    # Before files beside them are replaced.
+    for folder in folders:
+        replaced_card(folder)
     for run, folder in zip(runs, folders):
         collect(run, folder, shared)
     for path in files:

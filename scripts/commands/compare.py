@@ -210,6 +210,8 @@ def lengths(runs: Sequence[ModelResults]) -> tuple[dict[str, tuple[str, list[dic
             if changed and any(title == other for other, _ in tables.values()):
                 title += f" ({changed})"
             tables[stem + f"_{number}" * (number > 1)] = title, entries
+            if trained := ", ".join(dict.fromkeys(entry["name"] for entry in entries if entry.get("trained_on"))):
+                warnings.append(f"{stem} of {trained}: measured on text that the model was trained on.")
             if changed:
                 names = ", ".join(dict.fromkeys(entry["name"] for entry in entries))
                 warnings.append(f"{stem} of {names}: not comparable with its first table: {changed}.")

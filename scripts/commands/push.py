@@ -23,8 +23,17 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
-from ...model_card import NO_RESULTS, given_licence, is_of_trainer, is_template, read_card, sign, with_licence
-from ..cards.folder import check_licence, write_card
+from ...model_card import (
+    NO_RESULTS,
+    given_metadata,
+    is_of_trainer,
+    is_template,
+    read_card,
+    sign,
+    with_given,
+    with_name,
+)
+from ..cards.folder import check_licence, with_new_licence, write_card
 from ..errors import Refused
 from ..parsers import command_parser
 from ..writing import write_json, write_text
@@ -44,10 +53,8 @@ _NETWORK_ERROR: Any = HfHubHTTPError.__bases__[0]
 def staged(run: pathlib.Path, folder: pathlib.Path, repo: str, licence: str | None = None) -> None:
     """Fills a folder with what is pushed; weights are links.
 
-    Raises:
-        ValueError: `run` is not a folder with a model or an adapter that others can load.
+    The folder of the run is one that `_check` accepts.
     """
-    _check(run)
     card: Any
     card, mark = read_card(run)
     # An edited card stays, and one with results that were copied with the weights.
@@ -60,7 +67,7 @@ def staged(run: pathlib.Path, folder: pathlib.Path, repo: str, licence: str | No
             shutil.copytree(path, target)
         elif not _is_pushed(path):
             continue
-        elif path.suffix == ".json" and not _is_of_model(path.name):
+        elif path.suffix == ".json" and not _is_of_model(path.name) and path.name != "sample.json":
             write_json(target, without_folders(json.loads(path.read_text(encoding="utf-8"))))
         elif path.name in ("recipe.yaml", "metrics.jsonl"):
             write_text(target, str(without_folders(path.read_text(encoding="utf-8"))))
@@ -68,15 +75,19 @@ def staged(run: pathlib.Path, folder: pathlib.Path, repo: str, licence: str | No
             target.symlink_to(path.resolve())
     written: Any
     written, mark = read_card(run)
-    text = written.text[: mark.start()] if mark else written.text
-    is_given = bool(licence or given_licence(written, mark))
-    if licence is not None:
-        text = with_licence(written.data, text, {"license": licence})
-        # For later pushes.
-        (sign(written.data, text, mark["weights"], is_given=True) if mark else written).save(run / "README.md")
     if mark:
-        text = re.sub(r'^name = "[^\n]*?"', f'name = "{repo}"', without_folders(text), flags=re.MULTILINE)
-        written = sign(written.data, text, mark["weights"], is_given=is_given)
+        given, text = with_new_licence(given_metadata(written, mark), licence), written.text[: mark.start()]
+        if licence is not None:
+            # For later pushes.
+            sign(written.data, text, mark["weights"], given).save(run / "README.md")
+        # The code and the sample stay as they are, but for the name.
+        head, code, rest = with_name(text, repo).partition("\n```python\n")
+        sample, heading, rest = rest.rpartition("\n## Model\n")
+        text = without_folders(head) + code + sample + heading + without_folders(rest)
+        written = sign(written.data, text, mark["weights"], given)
+    elif licence is not None:
+        written.text = with_given(written.data, written.text, {"license": licence})
+        written.save(run / "README.md")
     written.save(folder / "README.md")
 
 
@@ -123,6 +134,8 @@ def push(run: pathlib.Path, repo: str, *, private: bool = False, licence: str | 
         raise Refused(f"repo={repo!r} is not valid: it must be like 'you/your-model'.")
     check_licence(licence)
     hub = HfApi()
+    _check(run)
+    read_card(run)
     try:
         # Before anything is written.
         hub.whoami()

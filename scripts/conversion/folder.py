@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig
 from transformers.utils import cached_file
 
-from whatwhere.model_card import read_card, sign, weights_fingerprint, with_licence
+from whatwhere.model_card import LICENCE_KEYS, read_card, sign, weights_fingerprint
 from whatwhere.position_plan import check_name
 
 from ..data.prepared import file_sha256
@@ -80,11 +80,9 @@ def _complete_metadata(folder: Path, source: str) -> None:
     # The Hub takes ids only; the source of a folder is known if it was made from one.
     if not os.path.isdir(source):
         known["base_model"] = source
-    text = card.text[: mark.start()]
     card.data["base_model"] = known.get("base_model")
-    if "license" in known:
-        text = with_licence(card.data, text, known)
-    sign(card.data, text, mark["weights"], is_given="license" in known).save(folder / "README.md")
+    given = {key: known[key] for key in LICENCE_KEYS if key in known}
+    sign(card.data, card.text[: mark.start()], mark["weights"], given).save(folder / "README.md")
 
 
 def fit_tokenizer(tokenizer: Any, model: Any) -> None:

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import yaml
 from huggingface_hub import ModelCard
 from huggingface_hub.errors import HfHubHTTPError
 from transformers.utils import logging
@@ -31,7 +32,7 @@ def card_metadata(source: str) -> dict[str, Any]:
     if not local or os.path.isfile(path):
         try:
             known = ModelCard.load(path, ignore_metadata_errors=True).data.to_dict()
-        except (OSError, ValueError, HfHubHTTPError) as error:
+        except (OSError, ValueError, HfHubHTTPError, yaml.YAMLError) as error:
             logger.warning(f"The card of {source!r} cannot be read, so its licence is not known: {error}")
     keys = ("base_model", "license", "license_name", "license_link")
     return {key: known[key] for key in keys if isinstance(known.get(key), (str, list))}

@@ -9,6 +9,8 @@ from typing import Any
 
 # Corpora of symbols with their own tokenizer, not of readable text.
 NO_TEXT = ("jsb_chorales", "maestro", "maestro_transposed", "genome", "genome_chr2")
+# Before the names of files whose end, or some of whose documents, are held out.
+HELD_OUT = "a held-out part of "
 # Sources of text without a name of its own; by default, only a part is measured.
 UNNAMED = ("stdlib", "hub", "local", "mixture")
 
@@ -113,14 +115,14 @@ def _files_of(data: Mapping[str, Any], part: str) -> str:
         given, is_part = data["train_file"], part != "train"
     if not given:
         return "local files"
-    return ("a held-out part of " if is_part else "") + own_files([given] if isinstance(given, str) else given)
+    return (HELD_OUT if is_part else "") + own_files([given] if isinstance(given, str) else given)
 
 
 def own_files(names: Sequence[str]) -> str:
     """Returns the names of the user's own files, folders or patterns for readers."""
     # Folders outside the current one are of the machine, not of the text.
     names = [os.path.basename(name.rstrip("/")) if os.path.isabs(name) else name for name in names]
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return ", ".join(names) if len(names) <= 3 else f"{names[0]}, {names[1]} and {len(names) - 2} more"
 
 
 def _describe(source: str, part: str, choice: str | None, data: Mapping[str, Any]) -> dict[str, Any]:
