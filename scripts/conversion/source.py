@@ -11,7 +11,7 @@ import re
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from whatwhere import WhatWhereLlamaConfig, WhatWhereLlamaForCausalLM
 
@@ -20,6 +20,8 @@ from ..families import FAMILIES, model_class
 
 # Stock models that become Llama-style models of ours.
 CONVERTED = ("mistral", "phi3", "qwen2", "qwen3", "smollm3")
+# Ends of the names of causal language models.
+_CAUSAL = ("ForCausalLM", "LMHeadModel")
 # What quantised weights have beside their integers.
 _PARTS = re.compile("scale|SCB|absmax|quant|zero")
 # Fields of the configurations of these models that our configuration does not have: those that are read here, ...
@@ -44,7 +46,15 @@ def load_source(source: str, gguf_file: str | None = None) -> Any:
         return _load_gguf(source, gguf_file)
     check_gguf(source)
     with checked_loading(source):
+        scaling = PreTrainedConfig.get_config_dict(source)[0].get("rope_scaling") or {}
+        if scaling.get("rope_type", scaling.get("type")) == "su":
+            raise ValueError("rope_scaling has the type 'su', an old name: write 'longrope' into its config.json.")
         config = AutoConfig.from_pretrained(source)
+    if config.architectures and not any(name.endswith(_CAUSAL) for name in config.architectures):
+        raise ValueError(
+            f"checkpoint={source!r} is not valid: it is no causal language model (architectures="
+            f"{config.architectures!r})."
+        )
     if (quantization := getattr(config, "quantization_config", None)) is not None:
         raise _quantised(source, f"quant_method={quantization.get('quant_method')!r}")
     if config.dtype is not None and config.dtype.itemsize < 2:
@@ -122,9 +132,11 @@ def _translated(source: str, config: Any) -> WhatWhereLlamaConfig:
         values |= {"qk_norm": True, "qk_norm_eps": config.rms_norm_eps}
     if config.model_type == "smollm3":
         layers = config.no_rope_layers[: config.num_hidden_layers]
-        return WhatWhereLlamaConfig.from_dict(
-            values, position_encoding=_pattern(["rope" if rotated else "none" for rotated in layers])
-        )
+        encoding = _pattern(["rope" if rotated else "none" for rotated in layers])
+        translated = WhatWhereLlamaConfig.from_dict(values, position_encoding=encoding)
+        # Also where no layer has RoPE, for the layers to which a conversion adds it.
+        translated.rope_parameters = config.rope_parameters
+        return translated
     return WhatWhereLlamaConfig.from_dict(values)
 
 
@@ -167,6 +179,8 @@ def _load(cls: Any, source: str) -> Any:
     # A configuration does not always tell.
     if parts := sorted(name for name in report["unexpected_keys"] if _PARTS.search(name.rpartition(".")[2])):
         raise _quantised(source, f"it has {parts[0]!r}")
+    if unused := ", ".join(sorted(report["unexpected_keys"])):
+        raise ValueError(f"checkpoint={source!r} is not valid: a causal language model of its kind has no {unused}.")
     return model
 
 
