@@ -98,6 +98,9 @@ def _converted(source: str, translated: WhatWhereLlamaConfig, stock: Any) -> Any
     model.load_state_dict(_weights(stock))
     model.generation_config = stock.generation_config
     model.config._name_or_path = source
+    if translated.position_encoding == "none":
+        # For the layers to which a conversion adds RoPE.
+        model.config.rope_parameters = stock.config.rope_parameters
     return model
 
 
@@ -132,11 +135,9 @@ def _translated(source: str, config: Any) -> WhatWhereLlamaConfig:
         values |= {"qk_norm": True, "qk_norm_eps": config.rms_norm_eps}
     if config.model_type == "smollm3":
         layers = config.no_rope_layers[: config.num_hidden_layers]
-        encoding = _pattern(["rope" if rotated else "none" for rotated in layers])
-        translated = WhatWhereLlamaConfig.from_dict(values, position_encoding=encoding)
-        # Also where no layer has RoPE, for the layers to which a conversion adds it.
-        translated.rope_parameters = config.rope_parameters
-        return translated
+        return WhatWhereLlamaConfig.from_dict(
+            values, position_encoding=_pattern(["rope" if rotated else "none" for rotated in layers])
+        )
     return WhatWhereLlamaConfig.from_dict(values)
 
 

@@ -4,7 +4,6 @@ import hashlib
 import itertools
 import pickle
 import re
-import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -70,7 +69,7 @@ def on_disk(texts: Iterable[str]) -> datasets.Dataset:
     folder.mkdir(parents=True, exist_ok=True)
     digest = hashlib.sha256()
     features = datasets.Features({"text": datasets.Value("large_string")})
-    with draft_of(folder / uuid.uuid4().hex) as draft:
+    with draft_of(folder / "texts.arrow") as draft:
         # Few at a time: they may be books.
         with ArrowWriter(path=str(draft), features=features, writer_batch_size=64) as writer:
             for text in texts:
