@@ -2,6 +2,7 @@
 
 import copy
 import json
+import sys
 
 import pytest
 import torch
@@ -220,3 +221,10 @@ def test_rope_is_added_with_the_base_of_the_source(tmp_path):
     model, *_ = convert(source, "cope")
     model.save_pretrained(tmp_path / "cope")
     assert "rope_parameters" not in json.loads((tmp_path / "cope" / "config.json").read_text())
+
+
+def test_gguf_needs_its_package(tmp_path, monkeypatch, refused):
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    (tmp_path / "x.gguf").touch()
+    options = ["--gguf-file", "x.gguf", "--position-encoding", "pope", "--output", tmp_path / "out"]
+    assert refused("convert", tmp_path, *options).strip() == "error: `gguf` is not installed: pip install gguf"

@@ -6,6 +6,7 @@ Phi-3's fused projections are split, Qwen2 has biases on q, k and v (`attention_
 """
 
 import dataclasses
+import importlib.util
 import pathlib
 import re
 from typing import Any
@@ -42,9 +43,9 @@ def load_source(source: str, gguf_file: str | None = None) -> Any:
 
     `gguf_file` is the name of a GGUF file in it, whose weights are dequantised to float32.
     """
+    check_gguf(source, gguf_file)
     if gguf_file is not None:
         return _load_gguf(source, gguf_file)
-    check_gguf(source)
     with checked_loading(source):
         scaling = PreTrainedConfig.get_config_dict(source)[0].get("rope_scaling") or {}
         if scaling.get("rope_type", scaling.get("type")) == "su":
@@ -71,8 +72,17 @@ def load_source(source: str, gguf_file: str | None = None) -> Any:
     return _converted(source, _translated(source, config), _load(AutoModelForCausalLM, source))
 
 
-def check_gguf(source: str) -> None:
-    """Raises ValueError for a folder whose only model is a GGUF file, with the option that reads it."""
+def check_gguf(source: str, gguf_file: str | None) -> None:
+    """Checks how GGUF is read.
+
+    Raises:
+        ImportError: `gguf_file` is given, and the package that reads it is not installed.
+        ValueError: it is not given for a folder whose only model is a GGUF file; the message has the option.
+    """
+    if gguf_file is not None:
+        if importlib.util.find_spec("gguf") is None:
+            raise ImportError("`gguf` is not installed: pip install gguf")
+        return
     folder = pathlib.Path(source)
     files = sorted(file.name for file in folder.glob("*.gguf"))
     if files and not (folder / "config.json").is_file():
