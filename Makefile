@@ -114,11 +114,12 @@ gpu-check: links
 		$(MAKE) $(VENV)/installed && $(RUN) -m whatwhere gpu-check $(GPU_CHECK); \
 	fi
 
-# Nothing is installed again until one of these changes. The installation links single files: a folder changes when one
-# is new or gone.
+# Nothing is installed again until one of these changes. The installation links single files: build/files is their list,
+# without those of editors, and is written when one is new or gone.
 CONSTRAINTS ?= constraints.txt
-FOLDERS = $(shell find modeling configuration scripts -type d -not -name __pycache__)
-$(VENV)/installed: pyproject.toml $(CONSTRAINTS) $(FOLDERS)
+LIST = find modeling configuration scripts -type f -name '[!.\#]*.*' -not -name '*~' -not -name '*.pyc' | sort
+$(shell mkdir -p build; $(LIST) | cmp -s - build/files || $(LIST) > build/files)
+$(VENV)/installed: pyproject.toml $(CONSTRAINTS) build/files
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --disable-pip-version-check -q -c $(CONSTRAINTS) -e ".[train,eval,test,lint]"
 	touch $@

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import tempfile
+import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,8 @@ from typing import Any
 
 @contextlib.contextmanager
 def draft_of(file: Path) -> Iterator[Path]:
-    """Yields the path of a hidden file beside `file`; at the end, it is deleted unless it was moved."""
-    draft = file.with_name(f".{file.name}.partial")
+    """Yields a new path of a hidden file beside `file`; at the end, it is deleted unless it was moved."""
+    draft = file.with_name(f".{file.name}.{uuid.uuid4().hex}.partial")
     try:
         yield draft
     finally:

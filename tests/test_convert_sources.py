@@ -2,6 +2,7 @@
 
 import copy
 import json
+import sys
 
 import pytest
 import torch
@@ -169,3 +170,61 @@ def test_layers_without_rope(tmp_path):
             model, *_ = convert(source, encoding)
         assert f"position_encoding={encoding!r} rotates queries and keys of layers [3], " in log.out
         assert (logits(model, 40) - logits(stock, 40)).abs().max() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("cls", "config"),
+    [
+        ("LlamaModel", transformers.LlamaConfig(**FIELDS, tie_word_embeddings=True)),
+        ("LlamaForSequenceClassification", transformers.LlamaConfig(**FIELDS, tie_word_embeddings=True)),
+        ("Qwen2ForSequenceClassification", transformers.Qwen2Config(**FIELDS, tie_word_embeddings=True)),
+        ("GPT2DoubleHeadsModel", transformers.GPT2Config(vocab_size=258, n_embd=16, n_layer=1, n_head=2)),
+    ],
+)
+def test_other_kinds_of_models_are_refused(cls, config, tmp_path):
+    """By their configuration, or by their weights; their embeddings could be the head."""
+    getattr(transformers, cls)(copy.deepcopy(config)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=rf"it is no causal language model \(architectures=\['{cls}'\]\)"):
+        load_source(str(tmp_path))
+    content = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**content, "architectures": None}))
+    if cls != "LlamaModel":
+        with pytest.raises(ValueError, match=r"its kind has no (score\.weight|multiple_choice_head\.summary\.bias, )"):
+            load_source(str(tmp_path))
+
+
+def test_buffers_of_earlier_versions_are_no_weights(tmp_path):
+    stock = stock_folder(transformers.LlamaConfig(**FIELDS), torch.float32, tmp_path)
+    buffers = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(4) for i in range(4)}
+    stock.save_pretrained(tmp_path, state_dict={**stock.state_dict(), **buffers})
+    assert torch.equal(logits(load_source(str(tmp_path)), 40), logits(stock, 40))
+
+
+def test_the_old_name_of_longrope(tmp_path):
+    """Transformers reads it without the original length."""
+    Phi3Config(**FIELDS, **longrope(4)).save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    content["rope_scaling"] = {**longrope(4)["rope_scaling"], "type": "su"}
+    del content["rope_parameters"]
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="rope_scaling has the type 'su', an old name: write 'longrope' into its"):
+        load_source(str(tmp_path))
+
+
+def test_rope_is_added_with_the_base_of_the_source(tmp_path):
+    rope = {"rope_type": "default", "rope_theta": 777.0}
+    stock_folder(SmolLM3Config(**FIELDS, no_rope_layers=[0] * 4, rope_parameters=rope), torch.float32, tmp_path)
+    source = load_source(str(tmp_path))
+    assert source.config.position_encoding == "none"
+    for encoding in ("cope+rope", "rope"):
+        assert convert(source, encoding)[0].config.rope_parameters == rope
+    model, *_ = convert(source, "cope")
+    model.save_pretrained(tmp_path / "cope")
+    assert "rope_parameters" not in json.loads((tmp_path / "cope" / "config.json").read_text())
+
+
+def test_gguf_needs_its_package(tmp_path, monkeypatch, refused):
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    (tmp_path / "x.gguf").touch()
+    options = ["--gguf-file", "x.gguf", "--position-encoding", "pope", "--output", tmp_path / "out"]
+    assert refused("convert", tmp_path, *options).strip() == "error: `gguf` is not installed: pip install gguf"

@@ -604,8 +604,20 @@ def test_public_data():
     assert len(next(iter(loaded["train"]))["text"]) > 100
 
 
-@pytest.mark.parametrize("row", [{"messages": [{"role": "user", "content": "a"}]}, {"prompt": "a", "completion": "b"}])
-def test_conversations_are_no_text(row, tmp_path):
+MESSAGES = [{"role": "user", "content": "a"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "field", "trainer"),
+    [
+        ({"messages": MESSAGES}, "text", "SFTTrainer"),
+        ({"messages": MESSAGES}, "messages", "SFTTrainer"),
+        ({"conversations": [{"from": "human", "value": "a"}]}, "text", "SFTTrainer"),
+        ({"prompt": "a", "completion": "b"}, "text", "SFTTrainer"),
+        ({"chosen": MESSAGES, "rejected": MESSAGES}, "text", "DPOTrainer"),
+    ],
+)
+def test_conversations_are_no_text(row, field, trainer, tmp_path):
     """The message shows how to train on them, in files and in data sets."""
     rows, split = datasets.Dataset.from_list([row] * 2), {"train": "train", "validation": "train"}
     rows.to_json(tmp_path / "chat.jsonl")
@@ -618,8 +630,8 @@ def test_conversations_are_no_text(row, tmp_path):
     }
     for arguments, (name, options) in calls.items():
         with pytest.raises(ValueError, match=r"These rows are conversations: .* \(docs/chat.md\):\n.*\n.*\n") as error:
-            source.load_text(name, **options)
-        assert f"train_dataset=datasets.load_dataset({arguments})['train'])" in str(error.value)
+            source.load_text(name, **options, text_field=field)
+        assert f"trl.{trainer}(model, train_dataset=datasets.load_dataset({arguments})['train'])" in str(error.value)
     (tmp_path / "other.jsonl").write_text('{"prompt": "a"}\n')
     with pytest.raises(ValueError, match=r"has no text_field='text', but 'prompt'\.$"):
         source.load_text("local", train_file=str(tmp_path / "other.jsonl"))

@@ -250,12 +250,22 @@ def test_text_of_training_is_warned_of(measure, place):
         ("tuned", copy, f"was trained on '{copy}' (in '{place / 'runs' / 'own'}', from which it was fine-tuned)"),
         ("own", place / "new.txt", None),
     ):
-        _, printed, said = measure(name, options=["--validation-file", file], output=f"out{len(str(words))}")
+        content, printed, said = measure(name, options=["--validation-file", file], output=f"out{len(str(words))}")
         assert (words in said) if words else ("warning" not in said)
+        assert content["checkpoints"][0].get("trained_on") == (True if words else None)
         assert f"± standard error on {file.name}, validation split: 1 document, " in printed
     (place / "mytext").rename(place / "moved")
-    said = measure("own", options=["--validation-file", copy], output="moved")[2]
+    content, _, said = measure("own", options=["--validation-file", copy], output="moved")
     assert re.search("warning: it is not known if .*own' was trained on this text", said)
+    assert "trained_on" not in content["checkpoints"][0]
+
+
+def test_analysis_warns_of_text_of_training(place, tmp_path, capsys):
+    for file, expected in (("mytext/a.txt", True), ("held_out.jsonl", False)):
+        options = ["--validation-file", place / file, "--text-field", "body", "--output", tmp_path / "analysis"]
+        options = options[:2] + options[4:] if expected else options
+        cli.main(["analysis", "frequencies", *map(str, (place / "runs" / "own", *options)), "--device", "cpu"])
+        assert ("own' was trained on '" in capsys.readouterr().err) == expected
 
 
 @pytest.mark.parametrize(
@@ -284,8 +294,8 @@ def test_a_corpus_of_training_is_warned_of(place, monkeypatch):
     file.write_text(json.dumps(content))
     for name, warned in (("pg19:train[50:]", True), ("pg19:train[100:]", False), ("pg19", False)):
         arguments = [str(file.parent), "--data", name]
-        measured = text.given_text(text_options(arguments))
-        assert bool(list(text.warnings(str(file.parent), measured, None))) == warned
+        measured = text.given_text(text_options(arguments)).parts
+        assert [is_known for _, is_known in text.warnings(str(file.parent), measured, None)] == [True] * warned
 
 
 def text_options(arguments):

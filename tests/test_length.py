@@ -5,6 +5,7 @@ import importlib.metadata
 import json
 import math
 import re
+import shutil
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from whatwhere.scripts.evaluation import length as script
 from whatwhere.scripts.evaluation.checkpoints import Loading, check_vocabulary, longest_length, trained_length_of
 from whatwhere.scripts.evaluation.data_description import measured_text
 from whatwhere.scripts.evaluation.results import read_results
-from whatwhere.scripts.evaluation.schema import Cell
+from whatwhere.scripts.evaluation.schema import Cell, Measured
 from whatwhere.scripts.processes import Processes
 
 SIZES = {"vocab_size": 258, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -439,7 +440,10 @@ def test_another_folder_takes_what_was_measured(run, tmp_path, monkeypatch, caps
     first = run(["rope", "pope"], "--windows", "16,32")
     monkeypatch.setattr(script, "measure_windows", None)
     (tmp_path / "length_pg19.json").unlink()
+    write, written = script.write_json, []
+    monkeypatch.setattr(script, "write_json", lambda *given: written.append(given[0].name) or write(*given))
     again = run(["pope", "rope"], "--windows", "16,32")
+    assert written == ["length_pg19.json"], "once for all"
     assert "4 of 4 measurements were made before" in capsys.readouterr().err
     assert again["checkpoints"] == first["checkpoints"][::-1]
     # Other settings are measured: other weights, windows, types, code.
@@ -451,6 +455,66 @@ def test_another_folder_takes_what_was_measured(run, tmp_path, monkeypatch, caps
     (tmp_path / "length_pg19.json").unlink()
     with pytest.raises(TypeError, match="'NoneType' object is not callable"):
         run(["rope"], "--windows", "16")
+
+
+def edited(folder, **fields):
+    """Changes fields of the config.json in a folder."""
+    content = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**content, **fields}))
+
+
+def test_another_configuration_is_measured_again(root, run, tmp_path):
+    """Neither the file of results nor what is kept beside tokenised text is of this model."""
+    shutil.copytree(root / "rope", root / "edited")
+    losses = []
+    for epsilon in (1e-5, 0.5):
+        edited(root / "edited", layer_norm_epsilon=epsilon)
+        (entry,) = run(["edited"], "--windows", "16")["checkpoints"]
+        losses.append(entry["cells"][0]["loss"])
+    assert losses[0] != losses[1]
+    (tmp_path / "length_pg19.json").unlink()
+    edited(root / "edited", layer_norm_epsilon=1e-5, _name_or_path="x", dtype="bfloat16", transformers_version="9")
+    (entry,) = run(["edited"], "--windows", "16")["checkpoints"]
+    assert entry["cells"][0]["loss"] == losses[0]
+
+
+def test_edited_code_is_measured_again(root, run):
+    folder = root / "own_code"
+    stock = transformers.GPT2Config(vocab_size=258, n_positions=TRAINED, n_embd=16, n_layer=1, n_head=2)
+    transformers.GPT2LMHeadModel(stock).save_pretrained(folder)
+    build_tokenizer("bytes").save_pretrained(folder)
+    edited(folder, auto_map={"AutoModelForCausalLM": "own.Own"})
+    losses = []
+    for factor in (1, 2):
+        (folder / "own.py").write_text(
+            "import transformers\n\n\n"
+            "class Own(transformers.GPT2LMHeadModel):\n"
+            "    def forward(self, *args, **kwargs):\n"
+            "        output = super().forward(*args, **kwargs)\n"
+            f"        output.logits = {factor} * output.logits\n"
+            "        return output\n"
+        )
+        (entry,) = run(["own_code"], "--windows", "16", "--trust-remote-code")["checkpoints"]
+        losses.append(entry["cells"][0]["loss"])
+    assert losses[0] != losses[1]
+
+
+def test_what_cannot_be_kept_or_read(run, tmp_path, monkeypatch, capsys):
+    """Measurements are kept as a convenience: one warning, and files of others are ignored."""
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("WHATWHERE_CACHE", str(cache))
+    first = run(["rope"], "--windows", "16,32")
+    for file, content in zip(sorted((cache / "length").iterdir()), ('{"cell": {', "[1]"), strict=True):
+        file.write_text(content)
+    (tmp_path / "length_pg19.json").unlink()
+    again = run(["rope"], "--windows", "16,32")
+    assert again["checkpoints"] == first["checkpoints"]
+    assert "were made before" not in capsys.readouterr().err
+    (tmp_path / "a file").touch()
+    monkeypatch.setenv("WHATWHERE_CACHE", str(tmp_path / "a file"))
+    (tmp_path / "length_pg19.json").unlink()
+    assert run(["rope"], "--windows", "16,32")["checkpoints"] == first["checkpoints"]
+    assert capsys.readouterr().err.count("warning: measurements are not kept") == 1
 
 
 def test_progress_in_a_log(run, monkeypatch, capsys):
@@ -562,7 +626,8 @@ def test_entries_are_those_of_their_weights(tmp_path):
     results = script.LengthResults(tmp_path, data, origin=origin)
     assert results.path.name == "length_pg19_validation.json"
     identity = {"name": "a", "variant": None, "weights": "1", "trained_length": 16, "tokens_sha256": "0"}
-    results.add(results.entry(identity, {"checkpoint": "x/a"}), Cell(length=16, multiple=1.0, reached=True), None)
+    cell = Measured(parameters=1, cell=Cell(length=16, multiple=1.0, reached=True), by_position=None)
+    results.add([(results.entry(identity, {"checkpoint": "x/a"}), cell)])
     again = script.LengthResults(tmp_path, data, origin=origin)
     # The same weights by another path; another checkpoint of that name; other weights in the same place.
     assert again.entry(identity, {"checkpoint": "y/a"})["cells"]
@@ -572,7 +637,7 @@ def test_entries_are_those_of_their_weights(tmp_path):
     assert len(again.checkpoints) == 1
     # Weights without a fingerprint may have changed.
     unknown = {**identity, "name": "b", "weights": None}
-    again.add(again.entry(unknown, {}), Cell(length=16, multiple=1.0, reached=True), None)
+    again.add([(again.entry(unknown, {}), cell)])
     assert not again.entry(unknown, {})["cells"]
 
 

@@ -43,6 +43,7 @@ from whatwhere.scripts.training import loop
 from whatwhere.scripts.training.checkpoint import Checkpoints
 from whatwhere.scripts.training.loop import TrainingRun, train
 from whatwhere.scripts.training.run_folder import RunFolder
+from whatwhere.scripts.writing import replacing
 
 SHARD = "shard-00001-model-00001-of-00001.safetensors"
 # peft 0.21 asks the model by the name that transformers has replaced.
@@ -513,7 +514,8 @@ def test_leftovers_are_removed(finished, copied, data_dir):
         folder.mkdir()
         (folder / ".tmpAbCdEf").write_text("half a file")
     (copied / "checkpoints" / ".tmpAbCdEf").write_text("half a file")
-    (copied / ".recipe.yaml.partial").write_text("half")
+    for name in (".recipe.yaml.partial", ".recipe.yaml.0123abcd.partial", ".metrics.jsonl.0123abcd.partial"):
+        (copied / name).write_text("half")
     # of a run that was killed
     (copied / ".lock").touch()
     (copied / ".lock.json").write_text('{"pid": 1, "host": "gone"}')
@@ -533,6 +535,16 @@ def test_files_of_others_stay(data_dir, tmp_path):
         ".notes.partial",
         ".tmp_mine",
     ]
+
+
+def test_two_processes_replace_one_file(tmp_path):
+    file = tmp_path / "length.json"
+    with replacing(file) as first, replacing(file) as second:
+        first.write_text("first")
+        second.write_text("second")
+    # The one that ends last.
+    assert file.read_text() == "first"
+    assert list(tmp_path.iterdir()) == [file]
 
 
 def test_files_are_replaced_as_a_whole(copied, data_dir, monkeypatch):

@@ -556,6 +556,13 @@ def test_mistakes(tmp_path, monkeypatch, refuses):
     refuses("zero-shot", table)
 
 
+def test_without_the_hub_local_files_are_named(tmp_path, monkeypatch, refused):
+    monkeypatch.delenv("WHATWHERE_DATA_DIR", raising=False)
+    save_model(tmp_path)
+    found = refused("zero-shot", tmp_path, "--tasks", "piqa", "--device", "cpu", "--output", tmp_path / "out")
+    assert "For local files, give --data-dir, or set WHATWHERE_DATA_DIR." in found
+
+
 @pytest.mark.slow
 def test_two_processes_equal_one(tmp_path, monkeypatch, capsys, local_data, two_processes):
     """43 requests of tasks with one question each; many are truncated."""

@@ -2,18 +2,23 @@
 
 import argparse
 import pathlib
+import sys
 from typing import Any
 
 import torch
 
 from ..evaluation.data_description import own_files
+from ..evaluation.text import Part, warnings
 
 # Plain prose with paragraphs and section titles.
 PROSE = pathlib.Path(__file__).with_name("prose.txt")
 
 
 def own_documents(options: argparse.Namespace) -> tuple[list[str], str] | None:
-    """Returns the documents of `--validation-file` that have text, and their name; None without the option."""
+    """Returns the documents of `--validation-file` that have text, and their name; None without the option.
+
+    Prints a warning if a checkpoint was trained on one of the files.
+    """
     files, field = options.validation_file, options.text_field
     if not files:
         if field:
@@ -22,7 +27,10 @@ def own_documents(options: argparse.Namespace) -> tuple[list[str], str] | None:
     from ..data.rows import documents_of
     from ..data.source import read_files
 
-    _, rows = read_files("validation_file", files, text_field=field or "text")
+    found, rows = read_files("validation_file", files, text_field=field or "text")
+    for checkpoint in options.checkpoint:
+        for warning, _ in warnings(checkpoint, [Part("local", files=tuple(found))], None):
+            print(warning, file=sys.stderr)
     return list(filter(None, documents_of(rows))), own_files(files)
 
 

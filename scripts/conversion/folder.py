@@ -44,8 +44,7 @@ def convert_folder(
     # Before a large source is loaded.
     for name in position_encoding if isinstance(position_encoding, list) else [position_encoding]:
         check_name(name)
-    if gguf_file is None:
-        check_gguf(source)
+    check_gguf(source, gguf_file)
     with checked_loading(source):
         AutoConfig.from_pretrained(source, **gguf_options(gguf_file))
     try:

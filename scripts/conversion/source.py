@@ -6,12 +6,13 @@ Phi-3's fused projections are split, Qwen2 has biases on q, k and v (`attention_
 """
 
 import dataclasses
+import importlib.util
 import pathlib
 import re
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from whatwhere import WhatWhereLlamaConfig, WhatWhereLlamaForCausalLM
 
@@ -20,6 +21,8 @@ from ..families import FAMILIES, model_class
 
 # Stock models that become Llama-style models of ours.
 CONVERTED = ("mistral", "phi3", "qwen2", "qwen3", "smollm3")
+# Ends of the names of causal language models.
+_CAUSAL = ("ForCausalLM", "LMHeadModel")
 # What quantised weights have beside their integers.
 _PARTS = re.compile("scale|SCB|absmax|quant|zero")
 # Fields of the configurations of these models that our configuration does not have: those that are read here, ...
@@ -40,11 +43,19 @@ def load_source(source: str, gguf_file: str | None = None) -> Any:
 
     `gguf_file` is the name of a GGUF file in it, whose weights are dequantised to float32.
     """
+    check_gguf(source, gguf_file)
     if gguf_file is not None:
         return _load_gguf(source, gguf_file)
-    check_gguf(source)
     with checked_loading(source):
+        scaling = PreTrainedConfig.get_config_dict(source)[0].get("rope_scaling") or {}
+        if scaling.get("rope_type", scaling.get("type")) == "su":
+            raise ValueError("rope_scaling has the type 'su', an old name: write 'longrope' into its config.json.")
         config = AutoConfig.from_pretrained(source)
+    if config.architectures and not any(name.endswith(_CAUSAL) for name in config.architectures):
+        raise ValueError(
+            f"checkpoint={source!r} is not valid: it is no causal language model (architectures="
+            f"{config.architectures!r})."
+        )
     if (quantization := getattr(config, "quantization_config", None)) is not None:
         raise _quantised(source, f"quant_method={quantization.get('quant_method')!r}")
     if config.dtype is not None and config.dtype.itemsize < 2:
@@ -61,8 +72,17 @@ def load_source(source: str, gguf_file: str | None = None) -> Any:
     return _converted(source, _translated(source, config), _load(AutoModelForCausalLM, source))
 
 
-def check_gguf(source: str) -> None:
-    """Raises ValueError for a folder whose only model is a GGUF file, with the option that reads it."""
+def check_gguf(source: str, gguf_file: str | None) -> None:
+    """Checks how GGUF is read.
+
+    Raises:
+        ImportError: `gguf_file` is given, and the package that reads it is not installed.
+        ValueError: it is not given for a folder whose only model is a GGUF file; the message has the option.
+    """
+    if gguf_file is not None:
+        if importlib.util.find_spec("gguf") is None:
+            raise ImportError("`gguf` is not installed: pip install gguf")
+        return
     folder = pathlib.Path(source)
     files = sorted(file.name for file in folder.glob("*.gguf"))
     if files and not (folder / "config.json").is_file():
@@ -88,6 +108,9 @@ def _converted(source: str, translated: WhatWhereLlamaConfig, stock: Any) -> Any
     model.load_state_dict(_weights(stock))
     model.generation_config = stock.generation_config
     model.config._name_or_path = source
+    if translated.position_encoding == "none":
+        # For the layers to which a conversion adds RoPE.
+        model.config.rope_parameters = stock.config.rope_parameters
     return model
 
 
@@ -167,6 +190,8 @@ def _load(cls: Any, source: str) -> Any:
     # A configuration does not always tell.
     if parts := sorted(name for name in report["unexpected_keys"] if _PARTS.search(name.rpartition(".")[2])):
         raise _quantised(source, f"it has {parts[0]!r}")
+    if unused := ", ".join(sorted(report["unexpected_keys"])):
+        raise ValueError(f"checkpoint={source!r} is not valid: a causal language model of its kind has no {unused}.")
     return model
 
 

@@ -187,11 +187,15 @@ def _documents(file: str, text_field: str) -> Iterator[str]:
     """Yields the documents of a jsonl or parquet file; raises Refused if one is not text."""
     try:
         for place, row in _parquet_rows(file, text_field) if file.endswith(".parquet") else _json_rows(file):
+            kind = "parquet" if file.endswith(".parquet") else "json"
             if text_field not in row:
                 others = ", ".join(map(repr, row)) or "nothing"
-                kind = "parquet" if file.endswith(".parquet") else "json"
                 hint = about_conversations(row, f"{kind!r}, data_files={file!r}")
                 raise Refused(f"{place} of {file!r} has no text_field={text_field!r}, but {others}.{hint}")
+            if isinstance(row[text_field], list) and (
+                hint := about_conversations(row, f"{kind!r}, data_files={file!r}")
+            ):
+                raise Refused(f"{place} of {file!r} has a list in text_field={text_field!r}.{hint}")
             try:
                 text = text_of({"text": row[text_field]})
                 if "\0" in text:

@@ -4,7 +4,6 @@ import hashlib
 import itertools
 import pickle
 import re
-import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,6 +20,13 @@ from .tokenize import text_of
 
 SPLITS = ("train", "validation", "test")
 R = TypeVar("R")
+# The trainer of TRL for rows with these columns.
+_CONVERSATIONS = {
+    ("messages",): "SFTTrainer",
+    ("conversations",): "SFTTrainer",
+    ("prompt", "completion"): "SFTTrainer",
+    ("chosen", "rejected"): "DPOTrainer",
+}
 NO_TEXT = "it has no text, and so no tokens. Choose another text."
 
 
@@ -63,7 +69,7 @@ def on_disk(texts: Iterable[str]) -> datasets.Dataset:
     folder.mkdir(parents=True, exist_ok=True)
     digest = hashlib.sha256()
     features = datasets.Features({"text": datasets.Value("large_string")})
-    with draft_of(folder / uuid.uuid4().hex) as draft:
+    with draft_of(folder / "texts.arrow") as draft:
         # Few at a time: they may be books.
         with ArrowWriter(path=str(draft), features=features, writer_batch_size=64) as writer:
             for text in texts:
@@ -122,24 +128,28 @@ def about_conversations(columns: Iterable[str], rows: str) -> str:
 
     `rows` are the arguments of `datasets.load_dataset`.
     """
-    if "messages" not in columns and not {"prompt", "completion"} <= {*columns}:
+    trainer = next((_CONVERSATIONS[names] for names in _CONVERSATIONS if {*names} <= {*columns}), None)
+    if trainer is None:
         return ""
     return (
-        " These rows are conversations: train on them with TRL's SFTTrainer (docs/chat.md):\n"
+        f" These rows are conversations: train on them with TRL's {trainer} (docs/chat.md):\n"
         "    import datasets, transformers, trl, whatwhere\n"
         "    model = transformers.AutoModelForCausalLM.from_pretrained('CHECKPOINT')\n"
-        f"    trl.SFTTrainer(model, train_dataset=datasets.load_dataset({rows})['train']).train()"
+        f"    trl.{trainer}(model, train_dataset=datasets.load_dataset({rows})['train']).train()"
     )
 
 
 def with_text(rows: Any, text_field: str, dataset: str) -> Any:
     """Renames the column of the documents to `text`; raises Refused if there is none."""
     columns = rows.column_names or list(next(iter(rows), {"text": ""}))
+    hint = about_conversations(columns, repr(dataset))
     if text_field not in columns:
         raise Refused(
             f"text_field={text_field!r} is not valid: dataset {dataset!r} has the columns "
-            f"{', '.join(map(repr, columns))}.{about_conversations(columns, repr(dataset))}"
+            f"{', '.join(map(repr, columns))}.{hint}"
         )
+    if hint and isinstance(next(iter(rows), {}).get(text_field), list):
+        raise Refused(f"text_field={text_field!r} is not valid: in dataset {dataset!r} it is a list.{hint}")
     return rows if text_field == "text" else rows.rename_column(text_field, "text")
 
 

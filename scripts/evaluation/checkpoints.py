@@ -4,6 +4,9 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import hashlib
+import inspect
+import json
 import os
 import pathlib
 import shlex
@@ -14,6 +17,7 @@ import torch
 import transformers
 from safetensors import SafetensorError
 from torch import nn
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from ...model_card import weights_fingerprint
 from ..processes import ALONE, Processes, join
@@ -21,6 +25,8 @@ from .results import read_json
 
 # lm-eval's max_length (tokens) for models without a limit: longer than any question.
 MAX_LENGTH = 1 << 17
+# Fields of configurations that change nothing of what a model computes; the precision is an option here.
+_IMMATERIAL = {"_name_or_path", "auto_map", "dtype", "transformers_version"}
 
 
 def names_of(checkpoints: Sequence[str]) -> list[str]:
@@ -85,7 +91,7 @@ def checked_loading(checkpoint: str, field: str = "checkpoint") -> Iterator[None
         raise ValueError(f"{field}={checkpoint!r} is not valid: it is a file. Allowed: a folder or a Hub id.")
     try:
         yield
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except (OSError, KeyError, ValueError, RuntimeError, SafetensorError) as error:
         folder = pathlib.Path(checkpoint)
         check_finished(checkpoint, field)
         if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
@@ -121,6 +127,19 @@ class Loading:
         with checked_loading(checkpoint):
             model: Any = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, **options)
             return model.to(self.device).eval()
+
+    def model_sha256(self, checkpoint: str, config: Any) -> str:
+        """Returns the SHA-256 of a checkpoint's configuration, and of the code that is loaded with it, if any."""
+        fields = {key: value for key, value in config.to_dict().items() if key not in _IMMATERIAL}
+        digest = hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode())
+        own = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")
+        if self.trust_remote_code and own:
+            with checked_loading(checkpoint):
+                # Transformers copies the code into a folder of its own, also from the Hub.
+                code = pathlib.Path(inspect.getfile(get_class_from_dynamic_module(own, checkpoint))).parent
+            for file in sorted(code.glob("*.py")):
+                digest.update(file.read_bytes())
+        return digest.hexdigest()
 
     def tokenizer(self, checkpoint: str, config: Any) -> Any:
         """Returns a checkpoint's tokenizer; raises ValueError if its text can have tokens that the model has not."""

@@ -1,6 +1,6 @@
 """Measurements that are kept beside prepared text, so that another results file does not need them again.
 
-A measurement is known by its weights, its text, the settings, and the code that made it.
+A measurement is known by its model, its text, the settings, and the code that made it.
 """
 
 import functools
@@ -13,6 +13,7 @@ from typing import Any
 import whatwhere
 
 from .results import versions
+from .schema import Measured
 
 
 def file_of(what: Mapping[str, Any]) -> pathlib.Path:
@@ -21,6 +22,14 @@ def file_of(what: Mapping[str, Any]) -> pathlib.Path:
 
     known = json.dumps({**what, "code": _code(), "versions": versions()}, sort_keys=True)
     return cache_folder() / "length" / f"{hashlib.sha256(known.encode()).hexdigest()[:32]}.json"
+
+
+def read(file: pathlib.Path) -> Measured | None:
+    """Returns the measurement in a file; None if there is no file, or none that can be read."""
+    try:
+        return Measured.model_validate_json(file.read_bytes())
+    except (OSError, ValueError):
+        return None
 
 
 @functools.cache

@@ -11,7 +11,7 @@ By default, the text is what the runs held out from training, read again from wh
 length_local_FILE.json for own files), and the figure as PNG and SVG. Each number is written when it is measured.
 Running the command again continues an interrupted measurement, measures new lengths, checkpoints and variants, and
 repeats what was measured with other weights or settings. Measurements are also kept beside tokenised text
-(WHATWHERE_CACHE): another --output takes those with the same weights, text, settings and versions from there.
+(WHATWHERE_CACHE): another --output takes those with the same model, text, settings and versions from there.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import pathlib
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -45,10 +45,10 @@ from .checkpoints import (
     weights_of,
 )
 from .data_description import UNNAMED, measured_text
-from .kept import file_of
+from .kept import file_of, read
 from .length_report import METRICS, comparable, draw, heading, label, remove_numbered_figures, scored_bytes, table
 from .results import provenance, read_json
-from .schema import Cell
+from .schema import Cell, Measured
 from .text import given_text, held_out_text, warnings
 from .windows import common_tokens, fillable, measure_windows, parse_windows
 
@@ -107,11 +107,13 @@ class LengthResults:
         self.checkpoints.append(entry)
         return entry
 
-    def add(self, entry: dict[str, Any], cell: Cell, by_position: dict[str, Any] | None) -> None:
-        """Adds the measurements at one length, and writes the file."""
-        entry["cells"] = sorted([*entry["cells"], cell.model_dump()], key=lambda one: one["length"])
-        if by_position is not None:
-            entry["by_position"] = sorted([*entry["by_position"], by_position], key=lambda one: one["length"])
+    def add(self, measured: Iterable[tuple[dict[str, Any], Measured]]) -> None:
+        """Adds measurements to their entries, and writes the file."""
+        for entry, one in measured:
+            entry["parameters"] = one.parameters
+            entry["cells"] = sorted([*entry["cells"], one.cell.model_dump()], key=lambda cell: cell["length"])
+            if one.by_position is not None:
+                entry["by_position"] = sorted([*entry["by_position"], one.by_position], key=lambda part: part["length"])
         if self.processes.is_first:
             self.write(self.path.parent)
 
@@ -229,9 +231,10 @@ class Measurement(NamedTuple):
         """The file in which this measurement is kept for other folders; None if the weights have no fingerprint."""
         if self.entry["weights"] is None:
             return None
-        about = ("variant", "weights", "trained_length", "dtype", "attn_implementation", "tokens_sha256", "device")
+        about = ("variant", "weights", "model_sha256", "trained_length", "dtype", "attn_implementation", "device")
         sizes = [hashlib.sha256(one.numpy().tobytes()).hexdigest() for one in self.text.sizes or []]
         texts = {"texts": [len(ids) for ids in self.text.ids], "sizes": sizes}
+        texts["tokens_sha256"] = self.entry["tokens_sha256"]
         return file_of({**{key: self.entry[key] for key in about}, **texts, "length": self.length})
 
 
@@ -243,28 +246,27 @@ def compare(
     loading: Loading,
     *,
     batch_tokens: int,
+    trained_on: Collection[str] = (),
 ) -> None:
     """Measures all cells that are not in `results` yet, and adds them; short windows of all models come first.
 
     Args:
         texts: returns a new iterator over the documents.
         lengths: of windows, as in `parse_windows`; windows longer than every text are skipped, with a message.
+        trained_on: the checkpoints that were trained on a part of the text.
     """
-    wanted = _missing(curves, texts, results, lengths, loading)
+    wanted = _missing(curves, texts, results, lengths, loading, trained_on)
     # Decided by the first process: files may appear meanwhile.
-    kept = results.processes.of_first([(file := one.kept) and file.is_file() and read_json(file) for one in wanted])
-    for one, found in zip(wanted, kept):
-        if found:
-            one.entry["parameters"] = found["parameters"]
-            results.add(one.entry, Cell(**found["cell"]), found["by_position"])
-    missing = [one for one, found in zip(wanted, kept) if not found]
-    if count := len(wanted) - len(missing):
-        _report(f"{count} of {len(wanted)} measurements were made before, with the same weights and settings.")
+    kept = results.processes.of_first([(file := one.kept) and read(file) for one in wanted])
+    if found := [(one.entry, known) for one, known in zip(wanted, kept) if known]:
+        results.add(found)
+        _report(f"{len(found)} of {len(wanted)} measurements were made before, with the same weights and settings.")
+    missing = [one for one, known in zip(wanted, kept) if not known]
     # Every other length has the models in reverse order, so that a model that is loaded is measured twice.
     order = {length: index for index, length in enumerate(sorted({one.length for one in missing}))}
     places = {id(one.entry): index for index, one in enumerate(missing)}
     missing.sort(key=lambda one: (one.length, places[id(one.entry)] * (-1) ** order[one.length]))
-    model, loaded = None, None
+    model, loaded, keeping = None, None, results.processes.is_first
     total = sum(one.tokens for one in missing)
     with Progress("length", total, unit="tokens", shown=results.processes.is_first) as progress:
         for one in missing:
@@ -277,12 +279,13 @@ def compare(
                 config = loading.config(curve.checkpoint, **changed) if changed else curve.config
                 model, loaded = loading.model(curve.checkpoint, config), (curve.checkpoint, changed)
             assert model is not None, "it is loaded for the first measurement"
-            entry["parameters"] = model.num_parameters()
+            parameters = model.num_parameters()
             limit = longest_length(model)
             if limit is not None and length > limit:
                 multiple = length / curve.trained_length
                 reason = f"the position encoding supports at most {limit} tokens"
-                results.add(entry, Cell(length=length, multiple=multiple, reached=False, reason=reason), None)
+                cell = Cell(length=length, multiple=multiple, reached=False, reason=reason)
+                results.add([(entry, Measured(parameters=parameters, cell=cell, by_position=None))])
                 continue
             cell, by_position = measure_windows(
                 model,
@@ -294,15 +297,23 @@ def compare(
                 done=progress.advance,
                 processes=results.processes,
             )
-            results.add(entry, cell, by_position)
-            if results.processes.is_first and (file := one.kept):
-                file.parent.mkdir(parents=True, exist_ok=True)
-                about = {"parameters": entry["parameters"], "cell": cell.model_dump(), "by_position": by_position}
-                write_json(file, about)
+            measured = Measured(parameters=parameters, cell=cell, by_position=by_position)
+            results.add([(entry, measured)])
+            if keeping and (file := one.kept):
+                try:
+                    write_json(file, measured.model_dump())
+                except OSError as error:
+                    _report(f"warning: measurements are not kept for another --output (WHATWHERE_CACHE): {error}")
+                    keeping = False
 
 
 def _missing(
-    curves: Sequence[Curve], texts: Callable[[], Iterable[str]], results: LengthResults, lengths: str, loading: Loading
+    curves: Sequence[Curve],
+    texts: Callable[[], Iterable[str]],
+    results: LengthResults,
+    lengths: str,
+    loading: Loading,
+    trained_on: Collection[str],
 ) -> list[Measurement]:
     """Returns what is not measured yet; adds an entry to `results` for each curve."""
     from ..data.tokenize import about_changes, token_unit
@@ -335,6 +346,7 @@ def _missing(
                 "name": curve.name,
                 "variant": curve.variant,
                 "weights": weights_of(curve.checkpoint) or getattr(config, "_commit_hash", None),
+                "model_sha256": loading.model_sha256(curve.checkpoint, config),
                 "trained_length": curve.trained_length,
                 "dtype": loading.dtype,
                 "attn_implementation": loading.attn_implementation,
@@ -350,6 +362,8 @@ def _missing(
             },
         )
         entry["unit"] = token_unit(tokenizer)
+        if curve.checkpoint in trained_on:
+            entry["trained_on"] = True
         measured = {cell["length"] for cell in entry["cells"]}
         missing += [Measurement(curve, entry, text, length) for length in filled if length not in measured]
     return missing
@@ -367,7 +381,12 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--trained-length", type=at_least_one, metavar="N", help="default: read from the checkpoint")
     result.add_argument("--variants", metavar="NAME,...", help=f"also with changes: {', '.join(variants.VARIANTS)}")
     result.add_argument("--metric", default="perplexity", choices=METRICS, help="of table and figure")
-    result.add_argument("--output", type=pathlib.Path, metavar="DIR", help="for results and figure")
+    result.add_argument(
+        "--output",
+        type=pathlib.Path,
+        metavar="DIR",
+        help="for results and figure (default: the folder of a single checkpoint, else length/)",
+    )
     result.add_argument("--tasks", choices=("ruler",), help="RULER's generated tasks instead of perplexity")
     result.add_argument("--samples", type=at_least_one, metavar="N", help="with --tasks: samples of each (default 100)")
     text = result.add_argument_group("text")
@@ -437,9 +456,12 @@ def run(options: argparse.Namespace, origin: dict[str, Any]) -> LengthResults:
         "text_tokens": options.tokens,
     }
     results = LengthResults(options.output, data, origin=origin, processes=loading.processes)
+    trained_on = set()
     for checkpoint in options.checkpoints:
-        for warning in warnings(checkpoint, text, options.data_dir):
+        for warning, is_known in warnings(checkpoint, text.parts, options.data_dir):
             _report(warning)
+            if is_known:
+                trained_on.add(checkpoint)
     windows = BOOK_WINDOWS if separate else DEFAULT_WINDOWS
     compare(
         curves,
@@ -448,6 +470,7 @@ def run(options: argparse.Namespace, origin: dict[str, Any]) -> LengthResults:
         windows if options.windows is None else options.windows,
         loading,
         batch_tokens=options.batch_tokens,
+        trained_on=trained_on,
     )
     if not loading.processes.is_first:
         return results

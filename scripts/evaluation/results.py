@@ -33,7 +33,18 @@ from ..errors import program
 from . import schema
 from .data_description import describe_data
 
-PACKAGES = ("whatwhere", "torch", "transformers", "tokenizers", "datasets", "accelerate", "lm_eval")
+PACKAGES = (
+    "whatwhere",
+    "torch",
+    "transformers",
+    "tokenizers",
+    "datasets",
+    "accelerate",
+    "peft",
+    "lm_eval",
+    "triton",
+    "fla-core",
+)
 
 
 def versions() -> dict[str, str]:

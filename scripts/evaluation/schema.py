@@ -87,18 +87,32 @@ class Cell(Stored):
     dropped_tokens: int | None = None
 
 
+class Measured(Stored):
+    """One measurement: the cell, the loss by position (None if the length is not supported), and the model's size."""
+
+    parameters: int
+    cell: Cell
+    by_position: dict[str, Any] | None
+
+
 class LengthEntry(Stored):
     """A checkpoint, unchanged or with a variant, in windows of several lengths.
 
-    Loss and perplexity are per `unit`: "byte", "token", or None in results of earlier versions, where it is not known.
+    Attributes:
+        model_sha256: of the configuration, and of code that is loaded with the checkpoint; None in results of earlier
+            versions.
+        unit: of loss and perplexity, "byte" or "token"; None in results of earlier versions, where it is not known.
+        trained_on: True if the checkpoint, or one that it was fine-tuned from, was trained on a part of the text.
     """
 
     name: str
     variant: str | None
     weights: str | None
+    model_sha256: str | None = None
     trained_length: int
     tokens_sha256: str
     unit: str | None = None
+    trained_on: bool = False
     cells: list[Cell]
     by_position: list[dict[str, Any]]
 

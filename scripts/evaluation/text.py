@@ -226,19 +226,24 @@ def _part(
     return Part(text.source, f"{text.dataset} {text.dataset_config}", chosen)
 
 
-def warnings(checkpoint: str, text: Text, data_dir: str | None) -> Iterator[str]:
-    """Yields a warning if a checkpoint, or the one that it was fine-tuned from, was trained on a part of the text."""
+def warnings(checkpoint: str, parts: Sequence[Part], data_dir: str | None) -> Iterator[tuple[str, bool]]:
+    """Yields warnings if a checkpoint, or one that it was fine-tuned from, was or may have been trained on a text.
+
+    The second value is whether it is known. `parts` are those of the text.
+    """
     for name, part in _trained_on(checkpoint, data_dir):
         if part is None:
-            if any(other.source == "local" for other in text.parts):
-                yield f"warning: it is not known if {name!r} was trained on this text: its training files are not found"
+            if any(other.source == "local" for other in parts):
+                reason = "its training files are not found"
+                yield f"warning: it is not known if {name!r} was trained on this text: {reason}", False
             continue
-        for other in text.parts:
+        for other in parts:
             if shared := _shared(other, part):
                 what = "" if name == checkpoint else f" (in {name!r}, from which it was fine-tuned)"
                 yield (
                     f"warning: {checkpoint!r} was trained on {shared}{what}: its results on this text are not those "
-                    "on new text"
+                    "on new text",
+                    True,
                 )
 
 

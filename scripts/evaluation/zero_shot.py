@@ -212,15 +212,18 @@ def run(
 
     # BOOTSTRAP_DRAWS fit into one chunk, so more processes do not help.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
-    with quiet(name):
-        report = lm_eval.simple_evaluate(
-            model,
-            tasks=[TASKS[task].local if local else TASKS[task].hub for task in tasks],
-            task_manager=manager,
-            limit=limit,
-            bootstrap_iters=BOOTSTRAP_DRAWS,
-            log_samples=False,
-        )
+    try:
+        with quiet(name):
+            report = lm_eval.simple_evaluate(
+                model,
+                tasks=[TASKS[task].local if local else TASKS[task].hub for task in tasks],
+                task_manager=manager,
+                limit=limit,
+                bootstrap_iters=BOOTSTRAP_DRAWS,
+                log_samples=False,
+            )
+    except ConnectionError as error:
+        raise ConnectionError(f"{error}. For local files, give --data-dir, or set {DATA_DIR_VARIABLE}.") from error
     return report and {**report, "truncated_requests": model.truncated}
 
 

@@ -84,7 +84,7 @@ class RunFolder:
         path = self.path.resolve()
         names = {file.name for file in path.iterdir()} if path.exists() else set()
         if not resume:
-            if names - {LOCK, OWNER, *self._leftovers()}:
+            if names - {LOCK, OWNER, *(file.name for file in self._leftovers())}:
                 raise TrainingError(f"output={str(self.path)!r} is not empty. Choose another folder, or use --resume.")
             return False, None
         old = self.settings()
@@ -137,12 +137,13 @@ class RunFolder:
             file.replace(self.path / file.name)
         draft.rmdir()
 
-    def _leftovers(self) -> tuple[str, ...]:
-        return DRAFT, f".{self.record}.partial", ".metrics.jsonl.partial"
+    def _leftovers(self) -> list[Path]:
+        patterns = (DRAFT, f".{self.record}*.partial", ".metrics.jsonl*.partial")
+        return [path for pattern in patterns for path in self.path.resolve().glob(pattern)]
 
     def remove_leftovers(self) -> None:
         """Deletes incomplete files of a killed run."""
-        for path in (*(self.path / name for name in self._leftovers()), *self.path.glob("checkpoints/.*")):
+        for path in (*self._leftovers(), *self.path.glob("checkpoints/.*")):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:
