@@ -154,7 +154,7 @@ def test_another_tokenizer(runs, tmp_path, capsys):
     # Windows on its tokens are a table of their own, whose title says why.
     lengths(runs[1], 42.5, tokens="1")
     _, lines = compare(capsys, *runs)
-    assert any("test split: 4 documents (another tokenizer), by window" in line for line in lines)
+    assert any("test split: 4 documents (another tokenizer), by sequence length" in line for line in lines)
     assert "(!) length_pg19 of two: not comparable with its first table: another tokenizer." in lines
     assert b"not comparable" in (tmp_path / "out" / "curves.svg").read_bytes()
 

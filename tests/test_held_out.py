@@ -117,7 +117,7 @@ def test_what_the_run_held_out(measure, place, tmp_path):
         True,
     ]
     title = "a held-out part of mytext/*.txt, validation split"
-    assert f"Perplexity per byte ± standard error on {title}: 2 documents, joined, 64 tokens, by window (tok" in printed
+    assert f"± standard error on {title}: 2 documents, joined, 64 tokens, by sequence length (tokens)" in printed
     assert "warning" not in said
     figure = (tmp_path / "out" / "length.svg").read_text()
     assert f"<!-- {title}: 2 documents," in figure

@@ -1,7 +1,7 @@
 """Length extrapolation: perplexity and bits per byte at several lengths, on the same held-out text.
 
     whatwhere length demo/rope demo/pope demo/cope
-    whatwhere length runs/mine openai-community/gpt2 --validation-file mytext/new.txt
+    whatwhere length runs/mine openai-community/gpt2 --validation-file new.txt
     whatwhere length runs/rope runs/pope --data pg19 --variants yarn --windows 512,1024,2048 --documents 4
 
 By default, the text is what the runs held out from training, read again from where it was. Other checkpoints need

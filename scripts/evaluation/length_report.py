@@ -26,7 +26,7 @@ def measure(entries: Sequence[dict[str, Any]], metric: str) -> str:
 def heading(entries: Sequence[dict[str, Any]], text: str, *, metric: str = "perplexity") -> str:
     """Returns the heading of a table: the metric with its unit, and the name of the text."""
     name = measure(entries, metric)
-    return f"{name[0].upper()}{name[1:]} ± standard error on {text}, by window (tokens)"
+    return f"{name[0].upper()}{name[1:]} ± standard error on {text}, by sequence length (tokens)"
 
 
 def label(entry: dict[str, Any]) -> str:
