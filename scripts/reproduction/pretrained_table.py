@@ -81,9 +81,8 @@ class Version:
         for corpus, weight in weights.items():
             splits = {"train": f"{corpus}:train[:{self.documents[corpus]}]", "validation": validation[corpus]}
             mixture.append({"source": "corpus", "splits": splits, "weight": weight})
-        known = {"checkpoint": str(checkpoint), "data": "mixture", "mixture": mixture}
-        known["new_learning_rate"] = system.new_rate
-        return parse(FinetuneSettings, {**known, **self.training})
+        known = {"checkpoint": str(checkpoint), "data": "mixture", "new_learning_rate": system.new_rate}
+        return parse(FinetuneSettings, {**known, "mixture": mixture, **self.training})
 
 
 SMALL = Version(
@@ -195,8 +194,8 @@ def _lengths(folder: Path, version: Version) -> dict[int, float]:
 def _scores(folder: Path, version: Version) -> dict[str, float]:
     """Returns the scores that are measured, by task."""
     file = folder / "lm_eval.json"
-    content = read_json(file) if file.is_file() else {"weights_sha256": None}
-    if content["weights_sha256"] != weights_fingerprint(folder):
+    content: dict[str, Any] = read_json(file) if file.is_file() else {}
+    if content.get("weights_sha256") != weights_fingerprint(folder):
         return {}
     found = {}
     for name in version.questions:
