@@ -148,7 +148,7 @@ def with_text(rows: Any, text_field: str, dataset: str) -> Any:
             f"text_field={text_field!r} is not valid: dataset {dataset!r} has the columns "
             f"{', '.join(map(repr, columns))}.{hint}"
         )
-    if hint and isinstance(next(iter(rows), {}).get(text_field), list):
+    if hint and isinstance(next(iter(rows), {text_field: ""})[text_field], list):
         raise Refused(f"text_field={text_field!r} is not valid: in dataset {dataset!r} it is a list.{hint}")
     return rows if text_field == "text" else rows.rename_column(text_field, "text")
 
