@@ -381,7 +381,7 @@ def test_bad_input(tmp_path):
         convert(tiny_model("llama", "rope"), "pope", [1])
     config = transformers.LlamaConfig(**LLAMA, num_labels=3)
     transformers.LlamaForSequenceClassification(config).save_pretrained(tmp_path / "classes")
-    with pytest.raises(ValueError, match=r"no causal language model, it has no lm_head.weight"):
+    with pytest.raises(ValueError, match=r"no causal language model .*ForSequenceClassification"):
         load_source(str(tmp_path / "classes"))
     with pytest.raises(ValueError, match=r"partial_rotary_factor=0.6.* at least 1 must be polar, and at most 4"):
         convert(tiny_model("llama", "rope"), "pope", {"partial_rotary_factor": 0.625})

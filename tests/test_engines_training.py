@@ -193,17 +193,27 @@ def test_trl_conversations(trl, encoding, kind, tmp_path):
         assert tokenizer.decode(output[0, prompt["input_ids"].shape[1] :]) == "where<|endoftext|>"
 
 
-def test_the_lines_of_the_message_about_conversations(trl, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("row", "trainer"),
+    [
+        ({"messages": MESSAGES}, "SFT"),
+        ({"conversations": [{"from": one["role"], "value": one["content"]} for one in MESSAGES]}, "SFT"),
+        ({"chosen": MESSAGES, "rejected": [*MESSAGES[:-1], {"role": "assistant", "content": "no"}]}, "DPO"),
+    ],
+    ids=["messages", "conversations", "preferences"],
+)
+def test_the_lines_of_the_message_about_conversations(trl, row, trainer, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tokenizer = build_tokenizer("bytes")
     tokenizer.chat_template = CHAT
     tokenizer.save_pretrained("CHECKPOINT")
     tiny_model("llama", "cope", vocab_size=len(tokenizer)).save_pretrained("CHECKPOINT")
-    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": MESSAGES}) + "\n")
-    _, *lines = about_conversations(["messages"], "'json', data_files='chat.jsonl'").splitlines()
+    (tmp_path / "chat.jsonl").write_text(json.dumps(row) + "\n")
+    _, *lines = about_conversations(row, "'json', data_files='chat.jsonl'").splitlines()
     assert len(lines) == 3
     # The defaults need a GPU.
-    monkeypatch.setattr(trl, "SFTTrainer", functools.partial(trl.SFTTrainer, args=trl.SFTConfig(**settings(tmp_path))))
+    name, config = f"{trainer}Trainer", getattr(trl, f"{trainer}Config")
+    monkeypatch.setattr(trl, name, functools.partial(getattr(trl, name), args=config(**settings(tmp_path))))
     names = {}
     exec("\n".join(line.strip() for line in lines), names)
     assert type(names["model"]).__name__ == "WhatWhereLlamaForCausalLM"
