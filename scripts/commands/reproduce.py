@@ -15,8 +15,12 @@ from ..writing import check_writable
 
 # What each table is, by its name.
 TITLES = {name: table.title for name, table in TABLES.items()}
-TITLES["conversion"] = "A model with RoPE, converted to other encodings and trained on"
-TITLES["pretrained"] = "SmolLM2-135M-Instruct, converted and trained on with LoRA"
+# Tables of conversions, with modules of their own.
+OWN = {
+    "conversion": "A model with RoPE, converted to other encodings and trained on",
+    "pretrained": "SmolLM2-135M-Instruct, converted to other encodings and trained on",
+}
+TITLES |= OWN
 
 _LINES = "\n".join(f"  {name:<22}{title}" for name, title in TITLES.items())
 
@@ -36,7 +40,7 @@ interrupted runs are continued. The report is written to OUTPUT/<TABLE>[_small].
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
     result = command_parser("reproduce", "TABLE [OPTIONS]", DESCRIPTION)
-    result.add_argument("table", choices=list(TITLES), metavar="TABLE", help="a name of the list above")
+    result.add_argument("table", choices=[*TABLES, *OWN], metavar="TABLE", help="a name of the list above")
     result.add_argument("--small", action="store_true", help="the small recipes")
     result.add_argument("--seeds", type=int, metavar="N", help="runs per system; default: as in the table")
     result.add_argument("--rows", nargs="+", metavar="ROW", help="only these rows; --dry-run lists all names")
@@ -91,7 +95,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser().parse_args(arguments)
     # All processes of torchrun or accelerate launch train, and the first prints.
     is_first = is_first_process()
-    if options.table in ("conversion", "pretrained"):
+    if options.table in OWN:
         # Need peft.
         from ..reproduction import conversion_table, pretrained_table
 
