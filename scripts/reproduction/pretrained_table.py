@@ -257,14 +257,16 @@ def markdown(report: Mapping[str, Any]) -> str:
 
 
 def draw(report: Mapping[str, Any], stem: Path) -> list[Path]:
-    """Draws the perplexity on PG-19 by length, before and after training, and the training losses."""
-    figure = new_figure(13.0, 5.4)
+    """Draws the perplexity on PG-19 by length, before and after training, and the means of the training losses."""
+    trained_rows = [row for row in report["rows"] if row["trained"]]
+    figure = new_figure(13.0 if trained_rows else 6.0, 5.4)
     figure.suptitle(
         measured_text({**report["text"], "documents": report["text"]["document_limit"]}, []), fontsize="medium"
     )
-    *by_length, losses = figure.subplots(1, 3)
+    panels = figure.subplots(1, 3 if trained_rows else 1, squeeze=False)[0]
     styles = dict(zip(SYSTEMS, line_styles([name.replace("-", "+") for name in SYSTEMS])))
-    for panel, trained in zip(by_length, (False, True)):
+    for panel, trained in zip(panels, (False, True)):
+        panel.sharey(panels[0])
         for row in report["rows"]:
             if row["trained"] == trained:
                 points = sorted((int(key), value) for key, value in row["perplexity"].items())
@@ -275,17 +277,23 @@ def draw(report: Mapping[str, Any], stem: Path) -> list[Path]:
         panel.set_title("after training" if trained else "before training", fontsize="medium")
         panel.set_xlabel("sequence length, tokens")
         panel.set_ylabel("perplexity per token")
-    for row in report["rows"]:
-        if row["trained"]:
-            losses.plot(*zip(*row["losses"]), **styles[row["system"]] | {"marker": None})
-    losses.set_title("loss on the training text", fontsize="medium")
-    losses.set_xlabel("tokens of training")
-    for panel in (*by_length, losses):
+    for row in trained_rows:
+        panels[2].plot(*zip(*_means(row["losses"], len(row["losses"]) // 10 or 1)), **styles[row["system"]])
+    if trained_rows:
+        panels[2].set_title("training loss, mean of each tenth", fontsize="medium")
+        panels[2].set_xlabel("tokens of training")
+        number_ticks(panels[2].xaxis)
+    for panel in panels:
         number_ticks(panel.yaxis)
         panel.grid(alpha=0.3)
-    number_ticks(losses.xaxis)
-    legend_below(figure, by_length[0])
+    legend_below(figure, panels[0])
     return save_figure(figure, stem)
+
+
+def _means(points: Sequence[Sequence[float]], size: int) -> list[list[float]]:
+    """Returns the last x and the mean of y of each `size` points."""
+    parts = [points[start : start + size] for start in range(0, len(points), size)]
+    return [[part[-1][0], sum(y for _, y in part) / len(part)] for part in parts]
 
 
 def main(options: Any, arguments: list[str] | None) -> None:
