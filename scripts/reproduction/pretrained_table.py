@@ -261,7 +261,9 @@ def draw(report: Mapping[str, Any], stem: Path) -> list[Path]:
     trained_rows = [row for row in report["rows"] if row["trained"]]
     figure = new_figure(13.0 if trained_rows else 6.0, 5.4)
     figure.suptitle(
-        measured_text({**report["text"], "documents": report["text"]["document_limit"]}, []), fontsize="medium"
+        measured_text({**report["text"], "documents": report["text"]["document_limit"]}, []),
+        fontsize="medium",
+        wrap=True,
     )
     panels = figure.subplots(1, 3 if trained_rows else 1, squeeze=False)[0]
     styles = dict(zip(SYSTEMS, line_styles([name.replace("-", "+") for name in SYSTEMS])))
