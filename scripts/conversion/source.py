@@ -103,7 +103,7 @@ def _load_gguf(source: str, gguf_file: str) -> Any:
     with checked_loading(source):
         config = AutoConfig.from_pretrained(source, gguf_file=gguf_file)
         # The whole path: Transformers would prefer a file of this name in the working folder.
-        path = os.path.abspath(cached_file(source, gguf_file))
+        path = os.path.abspath(str(cached_file(source, gguf_file)))
         unread = _unread(path, config)
     kinds = ("llama", *CONVERTED)
     if config.model_type not in kinds:
