@@ -373,6 +373,29 @@ def test_new_parameters_stay_new(tmp_path, monkeypatch):
     assert convert_checkpoint("u/m")[1] == expected
 
 
+def test_a_killed_conversion_leaves_no_model(tmp_path, monkeypatch):
+    tiny_model("llama", "rope", vocab_size=258).save_pretrained(tmp_path / "source")
+    build_tokenizer("bytes").save_pretrained(tmp_path / "source")
+    options = [str(tmp_path / "source"), "--position-encoding", "cope+rope", "--output", str(tmp_path / "out")]
+
+    def kill(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        # As if the process ended, after the weights: nothing is removed.
+        patch.setattr(shutil, "rmtree", lambda *_, **__: None)
+        patch.setattr("whatwhere.scripts.conversion.folder.write_json", kill)
+        with pytest.raises(KeyboardInterrupt):
+            main(options)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [".partial"]
+    with pytest.raises(ValueError, match="cannot be loaded"):
+        load_source(str(tmp_path / "out"))
+    main(options)
+    assert not (tmp_path / "out/.partial").exists()
+    assert ModelCard.load(tmp_path / "out/README.md").text.lstrip().startswith("# out\n")
+    assert load_source(str(tmp_path / "out")).config.position_encoding == "cope+rope"
+
+
 def test_bad_input(tmp_path):
     transformers.BertConfig(hidden_size=16, num_attention_heads=2).save_pretrained(tmp_path / "bert")
     with pytest.raises(ValueError, match=r"model_type is 'bert'. Allowed: .*'qwen3'"):

@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ from .encoding import convert
 from .record import RECORD, card_metadata, prompt_of
 from .source import check_gguf, load_source
 
+# In the output, until it is complete.
+DRAFT = ".partial"
+
 
 def convert_folder(
     source: str,
@@ -38,7 +42,8 @@ def convert_folder(
         source: a folder or a Hub id.
         gguf_file: the name of a GGUF file in it, whose weights are dequantised.
     """
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+    # A killed conversion leaves its draft.
+    if output.exists() and (not output.is_dir() or {file.name for file in output.iterdir()} - {DRAFT}):
         raise ValueError(f"output={str(output)!r} is not valid: it must be an empty or new folder.")
     check_writable(output)
     # Before a large source is loaded.
@@ -57,16 +62,31 @@ def convert_folder(
     check_vocabulary(source, tokenizer, model.config)
     if rope_parameters is not None:
         fit_tokenizer(tokenizer, model)
-    model.save_pretrained(output)
-    tokenizer.save_pretrained(output)
-    _complete_metadata(output, source)
-    local = prompt = None
+    local, prompt, origin = None, None, source
     if os.path.isdir(source):
         folder = Path(source).resolve()
         local = weights_fingerprint(folder) if gguf_file is None else file_sha256(folder / gguf_file)
         prompt, source = prompt_of(folder), folder.name
-    record = {"source": source, "source_weights_sha256": local, "new_parameters": new, "dropped_parameters": dropped}
-    write_json(output / RECORD, {**record, "prompt": prompt, **gguf_options(gguf_file)})
+    record: dict[str, Any] = {
+        "source": source,
+        "source_weights_sha256": local,
+        "new_parameters": new,
+        "dropped_parameters": dropped,
+    }
+    record |= {"prompt": prompt, **gguf_options(gguf_file)}
+    shutil.rmtree(output / DRAFT, ignore_errors=True)
+    # The card has the name of its folder.
+    draft = output / DRAFT / output.resolve().name
+    try:
+        model.save_pretrained(draft)
+        tokenizer.save_pretrained(draft)
+        _complete_metadata(draft, origin)
+        write_json(draft / RECORD, record)
+        # Without config.json it does not load: a part is never taken for a model.
+        for file in sorted(draft.iterdir(), key=lambda file: file.name == "config.json"):
+            file.replace(output / file.name)
+    finally:
+        shutil.rmtree(output / DRAFT, ignore_errors=True)
     return model, new, dropped
 
 

@@ -7,12 +7,14 @@ Phi-3's fused projections are split, Qwen2 has biases on q, k and v (`attention_
 
 import dataclasses
 import importlib.util
+import os
 import pathlib
 import re
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers.utils import cached_file
 
 from whatwhere import WhatWhereLlamaConfig, WhatWhereLlamaForCausalLM
 
@@ -63,13 +65,13 @@ def load_source(source: str, gguf_file: str | None = None) -> Any:
     if not getattr(config, "is_causal", True):
         raise ValueError(f"checkpoint={source!r} is not valid: is_causal={config.is_causal!r}. Allowed: True.")
     if (own := model_class(config)) is not None:
-        return _load(own, source)
+        return _load(own, source, dtype="auto")
     if config.model_type not in CONVERTED:
         kinds = ", ".join(map(repr, (*FAMILIES, *(f"whatwhere_{name}" for name in FAMILIES), *CONVERTED)))
         raise ValueError(
             f"checkpoint={source!r} is not valid: its model_type is {config.model_type!r}. Allowed: {kinds}."
         )
-    return _converted(source, _translated(source, config), _load(AutoModelForCausalLM, source))
+    return _converted(source, _translated(source, config), _load(AutoModelForCausalLM, source, dtype="auto"))
 
 
 def check_gguf(source: str, gguf_file: str | None) -> None:
@@ -77,14 +79,21 @@ def check_gguf(source: str, gguf_file: str | None) -> None:
 
     Raises:
         ImportError: `gguf_file` is given, and the package that reads it is not installed.
-        ValueError: it is not given for a folder whose only model is a GGUF file; the message has the option.
+        ValueError: it is not in `source`; or it is not given for a folder whose only model is a GGUF file: the message
+            has the option.
     """
+    folder = pathlib.Path(source)
+    files = sorted(file.name for file in folder.glob("*.gguf"))
     if gguf_file is not None:
         if importlib.util.find_spec("gguf") is None:
             raise ImportError("`gguf` is not installed: pip install gguf")
+        path = pathlib.PurePath(gguf_file)
+        if path.is_absolute() or ".." in path.parts:
+            raise ValueError(f"gguf_file={gguf_file!r} is not valid: it must be the name of a file in {source!r}.")
+        if folder.is_dir() and not (folder / path).is_file():
+            there = f" It has {', '.join(map(repr, files))}." if files else ""
+            raise ValueError(f"gguf_file={gguf_file!r} is not valid: {source!r} has no such file.{there}")
         return
-    folder = pathlib.Path(source)
-    files = sorted(file.name for file in folder.glob("*.gguf"))
     if files and not (folder / "config.json").is_file():
         options = " or ".join(f"--gguf-file {name}" for name in files)
         raise ValueError(f"checkpoint={source!r} has no config.json. `whatwhere convert` reads GGUF with {options}.")
@@ -92,14 +101,46 @@ def check_gguf(source: str, gguf_file: str | None) -> None:
 
 def _load_gguf(source: str, gguf_file: str) -> Any:
     with checked_loading(source):
-        stock = AutoModelForCausalLM.from_pretrained(source, gguf_file=gguf_file)
+        config = AutoConfig.from_pretrained(source, gguf_file=gguf_file)
+        # The whole path: Transformers would prefer a file of this name in the working folder.
+        path = os.path.abspath(str(cached_file(source, gguf_file)))
+        unread = _unread(path, config)
     kinds = ("llama", *CONVERTED)
-    if stock.config.model_type not in kinds:
+    if config.model_type not in kinds:
         raise ValueError(
-            f"gguf_file={gguf_file!r} is not valid: its model_type is {stock.config.model_type!r}. Allowed: "
+            f"gguf_file={gguf_file!r} is not valid: its model_type is {config.model_type!r}. Allowed: "
             f"{', '.join(map(repr, kinds))}."
         )
-    return _converted(source, _translated(source, stock.config), stock)
+    if unread:
+        raise ValueError(
+            f"gguf_file={gguf_file!r} is not valid: it has {', '.join(unread)}, which Transformers does not read from "
+            "GGUF. Give the checkpoint that it was made from."
+        )
+    translated = _translated(source, config)
+    return _converted(source, translated, _load(AutoModelForCausalLM, source, config=config, gguf_file=path))
+
+
+def _unread(path: str, config: Any) -> list[str]:
+    """Returns what a GGUF file has that changes the model, and that Transformers ignores."""
+    import gguf
+
+    reader = gguf.GGUFReader(path)
+    # The architecture comes before their names.
+    fields = {name.partition(".")[2]: field for name, field in reader.fields.items()}
+
+    def value(name: str) -> Any:
+        return fields[name].contents() if name in fields else None
+
+    changing = {
+        "rope.scaling.type": value("rope.scaling.type") not in (None, "none"),
+        "attention.sliding_window": 0 < (value("attention.sliding_window") or 0) < config.max_position_embeddings,
+        "rope.dimension_count": config.model_type == "phi3"
+        and value("rope.dimension_count") not in (None, config.hidden_size // config.num_attention_heads),
+    }
+    found = [f"{name}={value(name)!r}" for name, changes in changing.items() if changes]
+    # Tensors of scaled RoPE (Llama 3, LongRoPE), and biases.
+    found += [one.name for one in reader.tensors if one.name.startswith("rope_")]
+    return found + [one.name for one in reader.tensors if one.name.endswith(".bias") and config.model_type != "qwen2"]
 
 
 def _converted(source: str, translated: WhatWhereLlamaConfig, stock: Any) -> Any:
@@ -181,9 +222,9 @@ def _weights(stock: Any) -> dict[str, torch.Tensor]:
     return weights
 
 
-def _load(cls: Any, source: str) -> Any:
+def _load(cls: Any, source: str, **options: Any) -> Any:
     with checked_loading(source):
-        model, report = cls.from_pretrained(source, dtype="auto", output_loading_info=True)
+        model, report = cls.from_pretrained(source, output_loading_info=True, **options)
     if report["missing_keys"]:
         missing = ", ".join(sorted(report["missing_keys"]))
         raise ValueError(f"checkpoint={source!r} is not valid: it is no causal language model, it has no {missing}.")

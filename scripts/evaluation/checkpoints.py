@@ -10,6 +10,7 @@ import json
 import os
 import pathlib
 import shlex
+import struct
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -91,7 +92,7 @@ def checked_loading(checkpoint: str, field: str = "checkpoint") -> Iterator[None
         raise ValueError(f"{field}={checkpoint!r} is not valid: it is a file. Allowed: a folder or a Hub id.")
     try:
         yield
-    except (OSError, KeyError, ValueError, RuntimeError, SafetensorError) as error:
+    except (OSError, KeyError, ValueError, RuntimeError, SafetensorError, struct.error) as error:
         folder = pathlib.Path(checkpoint)
         check_finished(checkpoint, field)
         if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():

