@@ -77,14 +77,27 @@ def check_gguf(source: str, gguf_file: str | None) -> None:
 
     Raises:
         ImportError: `gguf_file` is given, and the package that reads it is not installed.
-        ValueError: it is not given for a folder whose only model is a GGUF file; the message has the option.
+        ValueError: `source` is a GGUF file; or it is a folder, and `gguf_file` is not in it, or is not given although
+            its only model is a GGUF file. The message has what to give.
     """
+    folder = pathlib.Path(source)
+    if folder.is_file() and folder.suffix == ".gguf":
+        raise ValueError(
+            f"checkpoint={source!r} is not valid: it is a file. Give its folder, {str(folder.parent)!r}, to `whatwhere "
+            f"convert` with --gguf-file {folder.name}."
+        )
+    files = sorted(file.name for file in folder.glob("*.gguf"))
     if gguf_file is not None:
         if importlib.util.find_spec("gguf") is None:
             raise ImportError("`gguf` is not installed: pip install gguf")
+        # A path outside the folder would be in the card.
+        inside = not pathlib.Path(gguf_file).is_absolute() and (folder / gguf_file).is_file()
+        if folder.is_dir() and not inside:
+            allowed = f"Allowed: {', '.join(map(repr, files))}." if files else "The folder has no GGUF file."
+            raise ValueError(
+                f"gguf_file={gguf_file!r} is not valid: it must be the name of a file in {source!r}. {allowed}"
+            )
         return
-    folder = pathlib.Path(source)
-    files = sorted(file.name for file in folder.glob("*.gguf"))
     if files and not (folder / "config.json").is_file():
         options = " or ".join(f"--gguf-file {name}" for name in files)
         raise ValueError(f"checkpoint={source!r} has no config.json. `whatwhere convert` reads GGUF with {options}.")
