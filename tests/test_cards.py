@@ -605,8 +605,8 @@ def test_a_converted_model_is_untrained(tmp_path):
     for _ in range(2):
         command.main([str(folder)])
         card = ModelCard.load(folder / "README.md")
-        assert "encoding `pope`, converted from `source`. It was not trained after the conversion: its 2 " in card.text
-        assert "2 new parameters are untrained, and it needs fine-tuning" in card.text
+        assert "encoding `pope`, converted from `source`. It was not trained after the conversion. Its 2 " in card.text
+        assert "2 new parameters are untrained. An encoding that the source does not have needs fine-" in card.text
         assert (card.data.license, card.data.base_model) == ("mit", "someone/model")
     # Trained in the same folder, it is no longer untrained.
     results = {**TRAINING, "base_folder": "source", "weights_sha256": weights_fingerprint(folder)}

@@ -106,7 +106,7 @@ def test_what_changes_nothing_is_accepted(settings, tmp_path):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("n.gguf", "gguf_file='n.gguf' is not valid: .* has no such file. It has 'm.gguf'."),
+        ("n.gguf", "gguf_file='n.gguf' is not valid: .* the name of a file in .* Allowed: 'm.gguf'."),
         ("../source/m.gguf", "gguf_file='../source/m.gguf' is not valid: it must be the name of a file in"),
         ("/m.gguf", "gguf_file='/m.gguf' is not valid"),
         ("m.gguf", "checkpoint=.*source' cannot be loaded: "),

@@ -403,7 +403,7 @@ def test_no_more_books_are_read_than_asked_for(run, monkeypatch):
     assert len(read) <= 4
 
 
-def test_the_same_command_goes_on(run, monkeypatch):
+def test_the_same_command_goes_on(run, monkeypatch, capsys):
     lengths = []
     measure = windows.measure_windows
 
@@ -425,8 +425,10 @@ def test_the_same_command_goes_on(run, monkeypatch):
     del lengths[:]
     first = run(["rope", "pope"], "--windows", "16,32")
     assert lengths == [32, 32], "the longer ones were missing"
+    assert "2 of 4 measurements were made before" in capsys.readouterr().err
     more = run(["rope"], "--windows", "64,32")
     assert lengths == [32, 32, 64]
+    assert "1 of 2 measurements were made before" in capsys.readouterr().err
     assert [cell["length"] for cell in more["checkpoints"][0]["cells"]] == [16, 32, 64]
     assert more["checkpoints"][1] == first["checkpoints"][1]
     # Every run that added to it is named: the one that was stopped, its second part, this one.

@@ -192,10 +192,13 @@ def _summary(facts: Facts, *, has_results: bool) -> str:
     if result := headline(facts.run, facts.config.vocab_size):
         text += f" Held-out result: {result}."
     if conversion:
-        new = f"its {conversion['new']:,} new parameters are untrained, and " if conversion["new"] else ""
+        new = f"Its {conversion['new']:,} new parameters are untrained. " if conversion["new"] else ""
         if file := conversion.get("gguf_file"):
             text += f" The weights of the source were dequantised from {_code_span(file)} (GGUF)."
-        text += f" It was not trained after the conversion: {new}it needs fine-tuning (`whatwhere finetune`)."
+        text += (
+            f" It was not trained after the conversion. {new}An encoding that the source does not have needs "
+            "fine-tuning (`whatwhere finetune`)."
+        )
     return text if has_results else f"{text} {NO_RESULTS}"
 
 

@@ -79,20 +79,27 @@ def check_gguf(source: str, gguf_file: str | None) -> None:
 
     Raises:
         ImportError: `gguf_file` is given, and the package that reads it is not installed.
-        ValueError: it is not in `source`; or it is not given for a folder whose only model is a GGUF file: the message
-            has the option.
+        ValueError: `source` is a GGUF file; or `gguf_file` is not in it, or is not given for a folder whose only model
+            is a GGUF file. The message has what to give.
     """
     folder = pathlib.Path(source)
+    if folder.is_file() and folder.suffix == ".gguf":
+        raise ValueError(
+            f"checkpoint={source!r} is not valid: it is a file. Give its folder, {str(folder.parent)!r}, to `whatwhere "
+            f"convert` with --gguf-file {folder.name}."
+        )
     files = sorted(file.name for file in folder.glob("*.gguf"))
     if gguf_file is not None:
         if importlib.util.find_spec("gguf") is None:
             raise ImportError("`gguf` is not installed: pip install gguf")
         path = pathlib.PurePath(gguf_file)
-        if path.is_absolute() or ".." in path.parts:
-            raise ValueError(f"gguf_file={gguf_file!r} is not valid: it must be the name of a file in {source!r}.")
-        if folder.is_dir() and not (folder / path).is_file():
-            there = f" It has {', '.join(map(repr, files))}." if files else ""
-            raise ValueError(f"gguf_file={gguf_file!r} is not valid: {source!r} has no such file.{there}")
+        outside = path.is_absolute() or ".." in path.parts
+        if outside or (folder.is_dir() and not (folder / path).is_file()):
+            allowed = "The folder has no GGUF file." if folder.is_dir() else "Allowed: a path inside the repository."
+            allowed = f"Allowed: {', '.join(map(repr, files))}." if files else allowed
+            raise ValueError(
+                f"gguf_file={gguf_file!r} is not valid: it must be the name of a file in {source!r}. {allowed}"
+            )
         return
     if files and not (folder / "config.json").is_file():
         options = " or ".join(f"--gguf-file {name}" for name in files)

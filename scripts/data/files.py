@@ -325,7 +325,7 @@ def hold_out(rows: datasets.Dataset, what: str) -> tuple[datasets.Dataset, datas
         part = f"{len(chosen)} of {few} documents, drawn at random,"
     if is_first_process():
         verb = "is" if few == 1 else "are"
-        what = textwrap.shorten(what, 100, placeholder=" ...")
+        what = textwrap.shorten(what, 100, placeholder=" ...]" if what.endswith("]") else " ...")
         print(f"{what} without a validation file: {part} {verb} held out for validation", file=sys.stderr)
     return train, validation
 

@@ -255,12 +255,14 @@ def compare(
         lengths: of windows, as in `parse_windows`; windows longer than every text are skipped, with a message.
         trained_on: the checkpoints that were trained on a part of the text.
     """
-    wanted = _missing(curves, texts, results, lengths, loading, trained_on)
+    wanted, before = _missing(curves, texts, results, lengths, loading, trained_on)
     # Decided by the first process: files may appear meanwhile.
     kept = results.processes.of_first([(file := one.kept) and read(file) for one in wanted])
     if found := [(one.entry, known) for one, known in zip(wanted, kept) if known]:
         results.add(found)
-        _report(f"{len(found)} of {len(wanted)} measurements were made before, with the same weights and settings.")
+    if done := before + len(found):
+        every = before + len(wanted)
+        _report(f"{done} of {every} measurements were made before, with the same weights and settings.")
     missing = [one for one, known in zip(wanted, kept) if not known]
     # Every other length has the models in reverse order, so that a model that is loaded is measured twice.
     order = {length: index for index, length in enumerate(sorted({one.length for one in missing}))}
@@ -314,15 +316,15 @@ def _missing(
     lengths: str,
     loading: Loading,
     trained_on: Collection[str],
-) -> list[Measurement]:
-    """Returns what is not measured yet; adds an entry to `results` for each curve."""
+) -> tuple[list[Measurement], int]:
+    """Returns what is not measured yet, and how many are; adds an entry to `results` for each curve."""
     from ..data.tokenize import about_changes, token_unit
 
     # Raises errors before the first model is loaded.
     wanted = [parse_windows(lengths, curve.trained_length) for curve in curves]
     every = sorted({length for each in wanted for length in each})
     tokenised: dict[str, Tokens] = {}
-    missing = []
+    missing, known = [], 0
     for curve, windows in zip(curves, wanted):
         config = curve.config
         tokenizer = loading.tokenizer(curve.checkpoint, config)
@@ -366,7 +368,8 @@ def _missing(
             entry["trained_on"] = True
         measured = {cell["length"] for cell in entry["cells"]}
         missing += [Measurement(curve, entry, text, length) for length in filled if length not in measured]
-    return missing
+        known += len(measured.intersection(filled))
+    return missing, known
 
 
 def parser() -> argparse.ArgumentParser:
