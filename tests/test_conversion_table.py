@@ -72,7 +72,7 @@ def test_everything_once(tiny, tmp_path):
     ]
     record = folder / "plan-0" / "conversion.json"
     record.write_text(json.dumps({**json.loads(record.read_text()), "source_weights_sha256": "other"}))
-    with pytest.raises(ValueError, match="conversions of another source"):
+    with pytest.raises(ValueError, match="is a conversion of another source"):
         conversion_table.train(tmp_path, list(SYSTEMS), None)
 
 

@@ -2,8 +2,6 @@
 
 import copy
 import json
-import re
-import sys
 
 import pytest
 import torch
@@ -222,25 +220,3 @@ def test_rope_is_added_with_the_base_of_the_source(tmp_path):
     model, *_ = convert(source, "cope")
     model.save_pretrained(tmp_path / "cope")
     assert "rope_parameters" not in json.loads((tmp_path / "cope" / "config.json").read_text())
-
-
-def test_gguf_needs_its_package(tmp_path, monkeypatch, refused):
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    (tmp_path / "x.gguf").touch()
-    options = ["--gguf-file", "x.gguf", "--position-encoding", "pope", "--output", tmp_path / "out"]
-    assert refused("convert", tmp_path, *options).strip() == "error: `gguf` is not installed: pip install gguf"
-
-
-def test_what_is_no_gguf_file_of_the_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
-    (tmp_path / "empty").mkdir()
-    file = tmp_path / "x.gguf"
-    file.touch()
-    for name in ("y.gguf", str(file)):
-        said = re.escape(f"gguf_file={name!r} is not valid: ")
-        with pytest.raises(ValueError, match=rf"{said}.* Allowed: 'x\.gguf'\."):
-            load_source(str(tmp_path), name)
-    with pytest.raises(ValueError, match=r"gguf_file='x\.gguf' is not valid: .* The folder has no GGUF file"):
-        load_source(str(tmp_path / "empty"), "x.gguf")
-    with pytest.raises(ValueError, match=r"x\.gguf' is not valid: it is a file\. Give its folder, .*file x\.gguf"):
-        load_source(str(file))

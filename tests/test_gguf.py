@@ -1,6 +1,7 @@
 """`convert --gguf-file` with small files; the real one is in test_pretrained.py."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from tiny import tokens
 from whatwhere.scripts.commands.convert import main
 from whatwhere.scripts.conversion.source import load_source
 
-gguf = pytest.importorskip("gguf", reason="needs pip install gguf")
+gguf = pytest.importorskip("gguf", reason='needs pip install "whatwhere[train]"')
 
 HIDDEN, HEADS, KEY_HEADS, WIDTH, LENGTH = 32, 4, 2, 8, 64
 
@@ -140,3 +141,18 @@ def test_the_logits_are_those_of_the_weights(tmp_path):
     stock.load_state_dict(model.state_dict())
     assert torch.equal(stock.model.embed_tokens.weight, found["token_embd.weight"])
     torch.testing.assert_close(model(tokens(1, 20)).logits, stock(tokens(1, 20)).logits)
+
+
+def test_its_package_is_needed(tmp_path, monkeypatch, refused):
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    (tmp_path / "x.gguf").touch()
+    options = ["--gguf-file", "x.gguf", "--position-encoding", "pope", "--output", tmp_path / "out"]
+    said = refused("convert", tmp_path, *options).strip()
+    assert said == 'error: `gguf` is not installed: pip install "whatwhere[train]"'
+
+
+def test_a_file_is_no_source(tmp_path):
+    file = tmp_path / "x.gguf"
+    file.touch()
+    with pytest.raises(ValueError, match=r"x\.gguf' is not valid: it is a file\. Give its folder, .*file x\.gguf"):
+        load_source(str(file))

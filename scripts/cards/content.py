@@ -185,6 +185,11 @@ def _kind(facts: Facts) -> str:
 def _summary(facts: Facts, *, has_results: bool) -> str:
     data, conversion = facts.data, facts.conversion
     text = f", {'converted' if conversion else 'fine-tuned'} from {facts.base}" if facts.base else ""
+    if origin := facts.run.get("base_conversion"):
+        converted = f"converted from {_code_span(origin['source'])}"
+        if origin["gguf_file"]:
+            converted += f", dequantised from {_code_span(origin['gguf_file'])}"
+        text += f" ({converted})"
     if data:
         text += " on " if facts.base else ", trained on "
         text += _linked(data["described"].get("train") or data["described"][data["split"]])

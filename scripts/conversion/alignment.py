@@ -20,6 +20,8 @@ import torch
 
 from whatwhere.position_base import head_dim
 
+from ..progress import Progress
+
 # Tokens at the beginning of a text, to which attention often goes whatever they say, are not measured.
 _SKIPPED = 8
 
@@ -59,8 +61,10 @@ def mean_angles(model: Any, tokens: torch.Tensor, layers: list[int]) -> dict[int
             stack.enter_context(_observed(model, index, sums, measured))
         training = model.training
         model.eval()
+        progress = stack.enter_context(Progress("mean angles of RoPE", tokens.numel(), unit="tokens"))
         for row in tokens:
             model.base_model(input_ids=row[None].to(model.device), use_cache=False)
+            progress.advance(len(row))
         model.train(training)
     return {index: (query.angle(), key.angle()) for index, (query, key) in sums.items()}
 

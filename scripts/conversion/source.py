@@ -6,7 +6,7 @@ Phi-3's fused projections are split, Qwen2 has biases on q, k and v (`attention_
 """
 
 import dataclasses
-import importlib.util
+import importlib
 import os
 import pathlib
 import re
@@ -78,7 +78,7 @@ def check_gguf(source: str, gguf_file: str | None) -> None:
     """Checks how GGUF is read.
 
     Raises:
-        ImportError: `gguf_file` is given, and the package that reads it is not installed.
+        ModuleNotFoundError: `gguf_file` is given, and the package that reads it is not installed.
         ValueError: `source` is a GGUF file; or `gguf_file` is not in it, or is not given for a folder whose only model
             is a GGUF file. The message has what to give.
     """
@@ -90,8 +90,8 @@ def check_gguf(source: str, gguf_file: str | None) -> None:
         )
     files = sorted(file.name for file in folder.glob("*.gguf"))
     if gguf_file is not None:
-        if importlib.util.find_spec("gguf") is None:
-            raise ImportError("`gguf` is not installed: pip install gguf")
+        # Read by Transformers, whose error does not say what to install.
+        importlib.import_module("gguf")
         path = pathlib.PurePath(gguf_file)
         outside = path.is_absolute() or ".." in path.parts
         if outside or (folder.is_dir() and not (folder / path).is_file()):

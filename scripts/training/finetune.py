@@ -23,7 +23,7 @@ from whatwhere.model_card import weights_fingerprint
 
 from ..checks import Checked, Count, Fraction, NotNegative, NotNegativeFloat, Positive, parse
 from ..conversion.folder import convert_checkpoint, fit_tokenizer
-from ..conversion.record import card_metadata
+from ..conversion.record import card_metadata, conversion_of
 from ..data.corpora import CORPORA
 from ..data.folder import data_folder
 from ..data.prepared import file_sha256
@@ -293,6 +293,7 @@ class Finetuning(TrainingRun):
             "metrics_before": self.before,
             "base_model": stated.get("base_model") if local else checkpoint,
             "base_folder": local.resolve().name if local else None,
+            "base_conversion": conversion_of(local) if local else None,
             "base_weights_sha256": weights_fingerprint(local) if local else None,
             "licence": stated.get("license"),
             **{key: stated[key] for key in ("license_name", "license_link") if key in stated},
