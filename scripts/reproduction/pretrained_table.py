@@ -120,7 +120,7 @@ VERSIONS = {"pretrained": FULL, "pretrained_small": SMALL}
 SYSTEMS = {
     "rope": System("RoPE (the source)"),
     "yarn": System("RoPE with YaRN, factor 4", rope={"rope_type": "yarn", "factor": 4.0}),
-    "cope-rope": System("CoPE + RoPE", "cope+rope", new_rate=1e-2),
+    "cope-rope": System("CoPE + RoPE", "cope+rope", new_rate=1e-3),
     "plan-none": System("RoPE, RoPE, none, by layer", ["rope", "rope", "none"]),
     "plan-pope": System("RoPE, RoPE, PoPE, by layer", ["rope", "rope", "pope"]),
     "pope": System("PoPE", "pope"),
