@@ -702,11 +702,14 @@ def test_licence_base_model_and_data_of_a_fine_tuned_model():
     assert card.data.license == "mit"
     assert ", fine-tuned from `mine`" in card.text
     assert "Weights: mit, as in the card of `mine`." in card.text
-    origin = {"source": "stock", "gguf_file": None}
+    origin = {"source": "stock"}
     card = card_of_run({**training, "base_conversion": origin})
     assert ", fine-tuned from `mine` (converted from `stock`) on " in card.text
     card = card_of_run({**training, "base_conversion": {**origin, "gguf_file": "m.gguf"}})
     assert ", fine-tuned from `mine` (converted from `stock`, dequantised from `m.gguf`) on " in card.text
+    # A base model on the Hub is the source itself.
+    card = card_of_run({**training, "base_model": "me/a", "base_conversion": {**origin, "source": "me/a"}})
+    assert ", fine-tuned from [`me/a`](https://huggingface.co/me/a) on " in card.text
     # The Hub takes lists. The name is escaped.
     card = card_of_run({**training, "licence": ["mit", "apache-2.0"], "base_folder": "m`[x](y)"})
     assert card.data.license == ["mit", "apache-2.0"]

@@ -185,11 +185,11 @@ def _kind(facts: Facts) -> str:
 def _summary(facts: Facts, *, has_results: bool) -> str:
     data, conversion = facts.data, facts.conversion
     text = f", {'converted' if conversion else 'fine-tuned'} from {facts.base}" if facts.base else ""
-    if origin := facts.run.get("base_conversion"):
-        converted = f"converted from {_code_span(origin['source'])}"
-        if origin["gguf_file"]:
-            converted += f", dequantised from {_code_span(origin['gguf_file'])}"
-        text += f" ({converted})"
+    origin = facts.run.get("base_conversion") or {}
+    # A base model on the Hub is the source itself.
+    before = [] if facts.run.get("base_model") or not origin else [f"converted from {_code_span(origin['source'])}"]
+    before += [f"dequantised from {_code_span(origin['gguf_file'])}"] if origin.get("gguf_file") else []
+    text += f" ({', '.join(before)})" if before else ""
     if data:
         text += " on " if facts.base else ", trained on "
         text += _linked(data["described"].get("train") or data["described"][data["split"]])

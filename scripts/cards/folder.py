@@ -20,7 +20,7 @@ from ...model_card import (
     is_template,
     read_card,
 )
-from ..conversion.record import RECORD, card_metadata
+from ..conversion.record import card_metadata, conversion_of
 from ..errors import Refused
 from ..evaluation.checkpoints import checked_loading
 from ..evaluation.curves import curves_figure
@@ -163,9 +163,7 @@ def _has_results(folder: pathlib.Path) -> bool:
 
 def _conversion(folder: pathlib.Path, config: Any) -> dict[str, Any]:
     """Returns what `whatwhere convert` recorded in a folder, and the metadata of its card; empty without a record."""
-    record = read_json(folder / RECORD) if (folder / RECORD).is_file() else {}
-    # Fine-tuning records only the new parameters.
-    if "source" not in record:
+    if not (record := conversion_of(folder)):
         return {}
     with torch.device("meta"):
         model: Any = transformers.AutoModelForCausalLM.from_config(config)

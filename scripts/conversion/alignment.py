@@ -20,6 +20,7 @@ import torch
 
 from whatwhere.position_base import head_dim
 
+from ..processes import is_first_process
 from ..progress import Progress
 
 # Tokens at the beginning of a text, to which attention often goes whatever they say, are not measured.
@@ -61,7 +62,8 @@ def mean_angles(model: Any, tokens: torch.Tensor, layers: list[int]) -> dict[int
             stack.enter_context(_observed(model, index, sums, measured))
         training = model.training
         model.eval()
-        progress = stack.enter_context(Progress("mean angles of RoPE", tokens.numel(), unit="tokens"))
+        shown = is_first_process()
+        progress = stack.enter_context(Progress("mean angles of RoPE", tokens.numel(), unit="tokens", shown=shown))
         for row in tokens:
             model.base_model(input_ids=row[None].to(model.device), use_cache=False)
             progress.advance(len(row))

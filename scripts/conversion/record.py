@@ -24,11 +24,11 @@ def prompt_of(folder: Path) -> str | None:
     return read_json(folder / RECORD).get("prompt") if (folder / RECORD).is_file() else None
 
 
-def conversion_of(folder: Path) -> dict[str, Any] | None:
-    """Returns `source` and `gguf_file` of a converted model that was not trained since; None for another folder."""
+def conversion_of(folder: Path) -> dict[str, Any]:
+    """Returns the record of a converted model that was not trained since; empty for another folder."""
     record = read_json(folder / RECORD) if (folder / RECORD).is_file() else {}
     # Fine-tuning records only the new parameters.
-    return {key: record.get(key) for key in ("source", "gguf_file")} if "source" in record else None
+    return record if "source" in record else {}
 
 
 def card_metadata(source: str) -> dict[str, Any]:

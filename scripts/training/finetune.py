@@ -289,11 +289,12 @@ class Finetuning(TrainingRun):
         checkpoint = self.options.checkpoint
         stated = card_metadata(checkpoint)
         local = Path(checkpoint) if os.path.exists(checkpoint) else None
+        origin = conversion_of(local) if local else {}
         return {
             "metrics_before": self.before,
             "base_model": stated.get("base_model") if local else checkpoint,
             "base_folder": local.resolve().name if local else None,
-            "base_conversion": conversion_of(local) if local else None,
+            "base_conversion": {key: origin[key] for key in ("source", "gguf_file") if key in origin},
             "base_weights_sha256": weights_fingerprint(local) if local else None,
             "licence": stated.get("license"),
             **{key: stated[key] for key in ("license_name", "license_link") if key in stated},
