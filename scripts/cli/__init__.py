@@ -7,11 +7,11 @@ seconds.
 import difflib
 import importlib
 import importlib.metadata
+import io
 import os
 import sys
-from typing import Any
 
-# Group, name, what it does, example, module. Each module has `main(arguments)`.
+# Group, name, what it does, example, module. Each module has `main(arguments)`, which returns an exit status or None.
 COMMANDS = (
     ("train", "train", "train a model from a recipe", "demo_rope", "commands.train"),
     ("train", "prepare", "tokenise the text of a recipe", "demo_rope --processes 8", "commands.prepare"),
@@ -57,8 +57,12 @@ def help_text() -> str:
     return "\n".join(lines)
 
 
-def main(arguments: list[str] | None = None) -> Any:
-    """Runs the command line; returns the result of the sub-command, its exit status or None."""
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command line; returns its exit status."""
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal or a pipe that lacks a character must not fail a command whose work is done.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         try:
             return _run(sys.argv[1:] if arguments is None else arguments)
@@ -70,10 +74,10 @@ def main(arguments: list[str] | None = None) -> Any:
         return 1
 
 
-def _run(arguments: list[str]) -> Any:
+def _run(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(help_text())
-        return None
+        return 0
     files: list[str] = []
     while arguments[0] == "--import":
         if len(arguments) < 3:
@@ -82,7 +86,7 @@ def _run(arguments: list[str]) -> Any:
     name, *rest = arguments
     if name == "--version":
         print(importlib.metadata.version("whatwhere"))
-        return None
+        return 0
     if name not in _MODULES:
         # Without the package's `suggest`, so that the answer comes at once.
         near = difflib.get_close_matches(name.lower(), _MODULES, n=1)
@@ -98,9 +102,9 @@ def _run(arguments: list[str]) -> Any:
     with reported(name, rest):
         for file in files:
             importlib.import_module("whatwhere").import_position_encodings(file)
-        result = importlib.import_module(f"whatwhere.scripts.{_MODULES[name]}").main(rest)
+        status = importlib.import_module(f"whatwhere.scripts.{_MODULES[name]}").main(rest)
     # Without this, gloo's threads sometimes abort a process at its exit.
     distributed = sys.modules.get("torch.distributed")
     if distributed and distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()
-    return result
+    return status or 0

@@ -155,8 +155,8 @@ def push(run: pathlib.Path, repo: str, *, private: bool = False, licence: str | 
     return str(address)
 
 
-def main(arguments: Sequence[str] | None = None) -> str:
-    """Runs the command; returns the address of the repository."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command."""
     parser = command_parser("push", "RUN REPO [OPTIONS]", str(__doc__))
     parser.add_argument("run", metavar="RUN", type=pathlib.Path, help="folder of a model or an adapter")
     parser.add_argument("repo", metavar="REPO", help="repository on the Hub, like you/your-model; made if needed")
@@ -165,4 +165,3 @@ def main(arguments: Sequence[str] | None = None) -> str:
     options = parser.parse_args(arguments)
     address = push(options.run, options.repo, private=options.private, licence=options.licence)
     print(f"{options.run} is at {address}")
-    return address
