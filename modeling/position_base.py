@@ -18,6 +18,11 @@ from .validation import describe_type, matches_type, suggest
 HIDDEN = -5e3
 
 
+def visible(mask: torch.Tensor) -> torch.Tensor:
+    """Returns a mask of any shape, bool or additive, as bool: True where a key is visible."""
+    return mask if mask.dtype == torch.bool else mask > HIDDEN
+
+
 @dataclasses.dataclass(frozen=True)
 class Parameters:
     """Base of an encoding's parameters: a frozen dataclass with a default for every field.
@@ -127,11 +132,11 @@ class PositionContext:
             return positions
         offsets = torch.arange(self.key_length, device=positions.device) - self.past_length
         new = positions[:, offsets.clamp(0, length - 1)]
-        visible = None if self.consecutive else self.key_mask
-        if visible is None:
+        shown = None if self.consecutive else self.key_mask
+        if shown is None:
             cached = positions[:, :1] + offsets
         else:
-            past = (visible & (offsets < 0)).long()
+            past = (shown & (offsets < 0)).long()
             # The number of visible cached tokens from each slot to the last cached one.
             cached = positions[:, :1] - (past.sum(-1, keepdim=True) - past.cumsum(-1) + past)
         return torch.where(offsets < 0, cached, new)
@@ -143,15 +148,14 @@ class PositionContext:
         if mask is None:
             return None
         if mask.ndim == 2:
-            visible = mask != 0
+            shown = mask != 0
         elif mask.dtype == torch.int32:
             # The key ranges of `attention_mask`.
-            visible = mask[:, 0, self.query_positions.shape[1] :, 0] != 0
+            shown = mask[:, 0, self.query_positions.shape[1] :, 0] != 0
         else:
-            last = mask[:, 0, -1]
-            visible = last if last.dtype == torch.bool else last > torch.finfo(last.dtype).min / 2
-        missing = max(0, self.key_length - visible.shape[-1])
-        return nn.functional.pad(visible, (0, missing))[:, : self.key_length]
+            shown = visible(mask[:, 0, -1])
+        missing = max(0, self.key_length - shown.shape[-1])
+        return nn.functional.pad(shown, (0, missing))[:, : self.key_length]
 
     def to(self, *args: Any, **kwargs: Any) -> "PositionContext":
         """Returns a copy on another device: what accelerate calls when layers are on several."""

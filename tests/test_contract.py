@@ -318,6 +318,27 @@ def test_cached_decoding_past_a_hole_in_the_mask(family, encoding, given):
 
 
 @other_family
+def test_every_form_of_a_4d_mask_past_a_hole(family, encoding):
+    model = build(family, encoding)
+    ids = tokens(1, 20)
+    seen = torch.ones(1, 20, dtype=torch.bool)
+    seen[0, 6:11] = False
+    positions = (seen.long().cumsum(-1) - 1).clamp(min=0)
+    # Rows of padding see themselves: with -inf a row that sees nothing is no number.
+    shown = (torch.ones(20, 20, dtype=torch.bool).tril() & seen | torch.eye(20, dtype=torch.bool))[None, None]
+
+    def decoded(mask):
+        first, last = slice(0, 13), slice(13, 20)
+        cache = model(ids[:, first], attention_mask=mask[:, :, first, :13], position_ids=positions[:, first])[CACHE]
+        return model(ids[:, last], attention_mask=mask[:, :, last], position_ids=positions[:, last], cache=cache).logits
+
+    with torch.no_grad():
+        expected = decoded(shown)
+        for hidden in (-1e4, torch.finfo(torch.float32).min, float("-inf")):
+            close(decoded(torch.where(shown, 0.0, hidden)), expected)
+
+
+@other_family
 def test_second_derivatives_in_eager(family, encoding):
     model = build(family, encoding, "eager")
     ids = tokens(1, 8)

@@ -143,7 +143,7 @@ def push_measured(name, further):
 
 
 def push_run(name, *options, edit=None, further=0.0, shard="5GB"):
-    """Pushes the folder of a run by the command; returns its exit status or the error. `further` changes the weights."""
+    """Pushes the folder of a run by the command; returns its status or the error. `further` changes the weights."""
     with tempfile.TemporaryDirectory() as place:
         folder = pathlib.Path(place) / "run"
         model = pope()
