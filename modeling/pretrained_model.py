@@ -1,6 +1,7 @@
 """Shared code of the models of both families: loading, saving, the attention implementation and generation."""
 
 import copy
+import dataclasses
 import importlib
 import os
 import pathlib
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from .attention_choice import choose_implementation, supported_implementations
@@ -25,6 +26,15 @@ logger = logging.get_logger(__name__)
 
 # The newest minor version of Transformers with which this code was tested.
 NEWEST_TESTED = "5.24"
+
+# Fields that may change after a model is built: they are read when they are needed, matter in training only, or belong
+# to weights whose number they have to match.
+_CHANGEABLE = {
+    *("attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "initializer_range", "pretraining_tp"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "use_cache"),
+    *("attention_weights", "reorder_and_upcast_attn", "tie_word_embeddings"),
+    *("max_position_embeddings", "n_positions", "num_hidden_layers", "n_layer", "vocab_size"),
+}
 
 
 class WhatWherePreTrainedModel(PreTrainedModel):
@@ -66,7 +76,7 @@ class WhatWherePreTrainedModel(PreTrainedModel):
         supported = supported_implementations(config)
         self._supports_sdpa, self._supports_flash_attn = "sdpa" in supported, "flash_attention" in supported
         super().__init__(config, *inputs, **kwargs)
-        self._built_with = copy.copy(config.position_encoding)
+        self._built_with = _fixed_fields(config)
         ours = self._decoder_class and type(config).__name__ == self._decoder_class.config_class.__name__
         if ours and type(config) not in transformers.AutoModel._model_mapping:
             # Heads look their decoder up by the class of the configuration, of which there can be another copy.
@@ -143,7 +153,7 @@ class WhatWherePreTrainedModel(PreTrainedModel):
         Raises:
             NotADirectoryError: `save_directory` is a file. (Transformers logs that and returns without saving.)
             FileExistsError: it has Python files of other code that would be overwritten.
-            ValueError: `config.position_encoding` has changed since the model was built.
+            ValueError: a field of the configuration has changed that the model was built with.
         """
         if (cls := type(self)).__name__.startswith("FSDP"):
             # FSDP2 makes a subclass, whose name would be saved.
@@ -152,12 +162,13 @@ class WhatWherePreTrainedModel(PreTrainedModel):
                 return self.save_pretrained(save_directory, *args, **kwargs)
             finally:
                 self.__class__ = cls
-        folder, encoding = pathlib.Path(save_directory), self.config.position_encoding
-        if encoding != self._built_with:
-            raise ValueError(
-                f"position_encoding={encoding!r} is not valid: the model was built with {self._built_with!r}. For "
-                "another one, load a checkpoint with from_pretrained(..., position_encoding=...)."
-            )
+        folder = pathlib.Path(save_directory)
+        for name, value in _fixed_fields(self.config).items():
+            if value != (built := self._built_with.get(name)):
+                raise ValueError(
+                    f"{name}={value!r} is not valid: the model was built with {built!r}. To change it, load a "
+                    f"checkpoint with from_pretrained(..., {name}=...)."
+                )
         if folder.is_file():
             raise NotADirectoryError(f"save_directory={str(folder)!r} is a file; it must be a folder.")
         clash = [name for name in code_files(pathlib.Path(__file__).parent, self) if (folder / name).exists()]
@@ -206,6 +217,19 @@ class WhatWherePreTrainedModel(PreTrainedModel):
                 "folder has: install the package whatwhere, or use generate()."
             ) from error
         return module.init_continuous_batching(self, *args, **kwargs)
+
+
+def _fixed_fields(config: Any) -> dict[str, Any]:
+    """Returns the fields of a configuration that must not change after a model is built, as copies."""
+    own = {field.name for field in dataclasses.fields(config)} - {
+        one.name for one in dataclasses.fields(PreTrainedConfig)
+    }
+    names = sorted({*own, "rope_parameters"} - _CHANGEABLE)
+    fields = {name: copy.deepcopy(getattr(config, name, None)) for name in names}
+    if (fields["rope_parameters"] or {}).get("rope_type") == "dynamic":
+        # Its frequencies depend on the length.
+        fields["max_position_embeddings"] = config.max_position_embeddings
+    return fields
 
 
 def minor_version(version: str) -> tuple[int, ...]:

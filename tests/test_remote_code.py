@@ -240,7 +240,7 @@ def test_saved_files_are_the_repository_s_that_are_needed(family, encoding, opti
 
 
 @pytest.mark.parametrize(
-    ("family", "encoding", "lines"), [("gpt2", "rope", 3099), ("llama", "pope", 5199), ("gpt2", "cope", 6575)]
+    ("family", "encoding", "lines"), [("gpt2", "rope", 3150), ("llama", "pope", 5240), ("gpt2", "cope", 6620)]
 )
 def test_a_saved_folder_is_short(family, encoding, lines, tmp_path):
     # Who loads it with trust_remote_code=True must read it.
@@ -374,6 +374,68 @@ def test_another_encoding_than_that_of_the_model_is_not_saved(tmp_path):
     with pytest.raises(ValueError, match=r"position_encoding='rope' is not valid: the model was built with 'pope'"):
         model.save_pretrained(tmp_path / "model")
     assert not (tmp_path / "model").exists()
+
+
+# A field that the model was built with, and another value.
+FIXED = {
+    "position_encoding_parameters": {"theta": 500.0},
+    "hidden_size": 64,
+    "intermediate_size": 24,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 4,
+    "head_dim": 4,
+    "hidden_act": "relu",
+    "rms_norm_eps": 0.1,
+    "attention_bias": True,
+    "mlp_bias": True,
+    "output_gate": True,
+    "output_norm": True,
+    "qk_norm": True,
+    "key_value_shift": True,
+}
+
+
+@pytest.mark.parametrize(("name", "value"), FIXED.items(), ids=FIXED)
+def test_a_model_is_not_saved_as_another_one(name, value, tmp_path):
+    model = tiny_model("llama", "pope")
+    if isinstance(value, dict):
+        # In place, which no assignment sees.
+        getattr(model.config, name).update(value)
+    else:
+        setattr(model.config, name, value)
+    with pytest.raises(ValueError, match=rf"{name}=.* is not valid: the model was built with "):
+        model.save_pretrained(tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize("kind", ["default", "dynamic"])
+def test_a_change_of_rope_is_not_saved(kind, tmp_path):
+    rope = {"rope_type": kind, "rope_theta": 10000.0, **({"factor": 2.0} if kind == "dynamic" else {})}
+    model = tiny_model("llama", "rope", rope_parameters=rope)
+    model.config.rope_parameters["rope_theta"] = 500.0
+    with pytest.raises(ValueError, match="rope_parameters="):
+        model.save_pretrained(tmp_path / "model")
+    model.config.rope_parameters["rope_theta"] = 10000.0
+    model.config.max_position_embeddings *= 2
+    if kind == "default":
+        return model.save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match="max_position_embeddings="):
+        model.save_pretrained(tmp_path / "model")
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_what_may_change_after_building_is_saved(family, tmp_path):
+    model = tiny_model(family, "pope")
+    model.resize_token_embeddings(model.config.vocab_size + 3)
+    changed = {"use_cache": False, "initializer_range": 0.5, "pad_token_id": 1, "max_position_embeddings": 4096}
+    for name, value in changed.items():
+        setattr(model.config, name, value)
+    ids = torch.arange(3, 13)[None]
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    assert {name: getattr(loaded.config, name) for name in changed} == changed
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, loaded(ids).logits)
 
 
 def test_other_code_in_a_folder_is_not_overwritten(tmp_path):
