@@ -334,6 +334,14 @@ class WhatWhereConfig(PreTrainedConfig):
         return cls._translate(config_dict), kwargs
 
     @classmethod
+    def _is_of_own_code(cls, config_dict: dict[str, Any], changes: dict[str, Any]) -> bool:
+        """Returns True for the configuration of a folder with an encoding of which only the folder has the code."""
+        plan = _sibling("position_plan")
+        if plan is None or not plan.COMPLETE or "auto_map" not in config_dict or "position_encoding" in changes:
+            return False
+        return not set(_names(config_dict.get("position_encoding"))) <= set(plan.POSITION_ENCODINGS)
+
+    @classmethod
     def _translate(cls, config_dict: dict[str, Any]) -> dict[str, Any]:
         config_dict = dict(config_dict)
         model_type = config_dict.get("model_type", cls.model_type)
@@ -371,6 +379,10 @@ class WhatWhereConfig(PreTrainedConfig):
         Raises:
             ValueError: the dictionary belongs to another kind of model, or a field is misspelt.
         """
+        if cls._is_of_own_code(config_dict, kwargs):
+            # `AutoModelForCausalLM` runs the folder's code for a class that it does not know, if it is trusted.
+            own = type(cls.__name__, (PreTrainedConfig,), {"model_type": cls.model_type, "__module__": __name__})
+            return own.from_dict(config_dict, **kwargs)
         config_dict = {"_weights_version": 1, **cls._translate(config_dict)}
         names = cls.field_names() | set(GenerationConfig().to_dict())
         if "position_encoding" in kwargs:

@@ -21,32 +21,31 @@ import transformers
 from transformers.generation.continuous_batching import ContinuousMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from .attention_choice import supported_implementations
-from .attention_engine import batch_dependence
 from .forward_arguments import CACHE
-from .position_plan import max_length
 from .pretrained_model import minor_version, refusal
 
 # Sequences of up to so many tokens are one group; longer ones only with those at least half as long.
 SHORT = 512
 
 
-def init_continuous_batching(model: Any, *args: Any, **kwargs: Any) -> Any:
+def init_continuous_batching(model: Any, supported: list[str], reason: str | None, *args: Any, **kwargs: Any) -> Any:
     """Returns Transformers' manager for a model; see `ContinuousMixin.init_continuous_batching`.
+
+    `supported` and `reason` are the model's `supported_implementations` and `batch_dependence`: this package may not
+    have an encoding of which a folder has the code.
 
     Encodings that need nothing but queries and keys run as Transformers' own models do. Raises ValueError for what is
     not supported; so does the manager's `add_request`, for prompts that are too long.
     """
-    config = model.config
-    encoding, reason = config.position_encoding, batch_dependence(config)
+    encoding, limit = model.config.position_encoding, model.base_model.shared_encodings.max_length
     if reason not in (None, "key_value_shift=True"):
         raise ValueError(
             f"Continuous batching does not support {reason} (position_encoding={encoding!r}): keys would depend on the "
             "longest sequence. Use generate()."
         )
     if hints := kwargs.get("workload_hints"):
-        _check_length(config, hints.max_prompt_length, hints.max_generated_length)
-    if "flash_attention" in supported_implementations(config) and reason is None:
+        _check_length(encoding, limit, hints.max_prompt_length, hints.max_generated_length)
+    if "flash_attention" in supported and reason is None:
         manager = ContinuousMixin.init_continuous_batching(model, *args, **kwargs)
     else:
         # Versions before have other steps and other pages.
@@ -70,24 +69,22 @@ def init_continuous_batching(model: Any, *args: Any, **kwargs: Any) -> Any:
     def checked(input_ids: Any, request_id: str | None = None, max_new_tokens: int | None = None, **kwargs: Any) -> Any:
         if not len(input_ids):
             raise refusal("The prompt has no tokens; allowed: at least one token.")
-        limit = max_length(config)
         max_new_tokens = manager.generation_config.max_new_tokens if max_new_tokens is None else max_new_tokens
         if max_new_tokens is None and limit is not None:
             max_new_tokens = max(1, limit - len(input_ids) + 1)
-        _check_length(config, len(input_ids), max_new_tokens or 0)
+        _check_length(encoding, limit, len(input_ids), max_new_tokens or 0)
         return add_request(manager, input_ids, request_id, max_new_tokens, **kwargs)
 
     manager.add_request = checked  # type: ignore[method-assign, assignment]
     return manager
 
 
-def _check_length(config: Any, prompt: int, new: int) -> None:
-    limit = max_length(config)
+def _check_length(encoding: str | list[str], limit: int | None, prompt: int, new: int) -> None:
     # The last token is not run.
     if limit is not None and prompt + new - 1 > limit:
         raise refusal(
             f"A prompt of {prompt} tokens and max_new_tokens={new} are more than position_encoding="
-            f"{config.position_encoding!r} supports ({limit} tokens). Shorten them, or use an encoding other than "
+            f"{encoding!r} supports ({limit} tokens). Shorten them, or use an encoding other than "
             "'absolute' and 'relative'."
         )
 

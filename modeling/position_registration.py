@@ -44,7 +44,7 @@ def import_position_encodings(path: str) -> list[type[PositionEncoding]]:
     """Imports a file and registers the position encodings that it defines.
 
     Args:
-        path: a file of Python.
+        path: a file of Python; also one that was saved with a model.
 
     Returns:
         The classes, in the order of the file.
@@ -55,17 +55,20 @@ def import_position_encodings(path: str) -> list[type[PositionEncoding]]:
     file = pathlib.Path(path).resolve()
     if file.suffix != ".py" or not file.is_file():
         raise ValueError(f"{path!r} is not valid: there is no such file of Python.")
+    text = file.read_text(encoding="utf-8")
+    known = [cls for cls in POSITION_ENCODINGS.values() if cls.code == (file.name, _relative(file, text))]
+    if known:
+        return known
     present = getattr(sys.modules.get(file.stem), "__file__", None)
     if file.stem in {*sys.stdlib_module_names, *_LIBRARIES} or (present and pathlib.Path(present).resolve() != file):
         raise ValueError(f"{path!r} is not valid: {file.stem!r} is the name of another module.")
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     # Pickling, as the workers of a data loader do, finds classes by the name of their module.
     sys.modules[file.stem] = module
     try:
-        spec.loader.exec_module(module)
+        exec(compile(_absolute(text), str(file), "exec"), vars(module))
         own = [one for one in vars(module).values() if isinstance(one, type) and one.__module__ == file.stem]
         # Others are bases.
         found = [cls for cls in own if issubclass(cls, PositionEncoding) and "name" in vars(cls)]
@@ -136,12 +139,21 @@ def _code(cls: type) -> tuple[str, str]:
         raise ValueError(f"{cls.__name__} is not valid: its file {file.name!r} has the name of a file of whatwhere.")
     if not file.stem.isidentifier() or keyword.iskeyword(file.stem):
         raise ValueError(f"{cls.__name__} is not valid: its file {file.name!r} must have an identifier as its name.")
-    text = file.read_text(encoding="utf-8")
+    return file.name, _relative(file, file.read_text(encoding="utf-8"))
+
+
+def _relative(file: pathlib.Path, text: str) -> str:
+    """Returns the text of a file with `from .name import` in place of `from whatwhere.name import`: as it is saved."""
+    own = pathlib.Path(__file__).parent
     lines = text.split("\n")
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.ImportFrom) and not node.level and str(node.module).startswith("whatwhere."):
-            if not (own / f"{str(node.module).partition('.')[2]}.py").is_file():
-                _refuse(file, node, f"whatwhere has no module {node.module!r} for models")
+        module = str(getattr(node, "module", None))
+        if isinstance(node, ast.ImportFrom) and node.level == 1 and (own / f"{module}.py").is_file():
+            # A file that was saved.
+            continue
+        if isinstance(node, ast.ImportFrom) and not node.level and module.startswith("whatwhere."):
+            if not (own / f"{module.partition('.')[2]}.py").is_file():
+                _refuse(file, node, f"whatwhere has no module {module!r} for models")
             line = lines[node.lineno - 1].encode()
             rest = line[node.col_offset :].replace(b"whatwhere.", b".", 1)
             lines[node.lineno - 1] = (line[: node.col_offset] + rest).decode()
@@ -155,7 +167,16 @@ def _code(cls: type) -> tuple[str, str]:
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ImportFrom) and not node.level and str(node.module).startswith("whatwhere"):
             _refuse(file, node, "write `from whatwhere.name import ...` on one line")
-    return file.name, text
+    return text
+
+
+def _absolute(text: str) -> ast.Module:
+    """Returns the code of a file, with the imports of a saved file as they are written in one of its author."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module:
+            node.level, node.module = 0, f"{__package__}.{node.module}"
+    return tree
 
 
 def _refuse(file: pathlib.Path, node: Any, reason: str) -> None:

@@ -132,6 +132,10 @@ class WhatWherePreTrainedModel(PreTrainedModel):
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Loads a model, see `PreTrainedModel.from_pretrained`; converts weights of older versions."""
+        given = kwargs.get("config")
+        if type(given).__name__ == cls.config_class.__name__ and not hasattr(given, "encoding_names"):
+            # The package read the configuration, but does not have the encoding (`WhatWhereConfig.from_dict`).
+            kwargs["config"] = cls.config_class.from_dict(given.to_dict(), _name_or_path=given._name_or_path)
         upgrade = None
         if "older_weights" in PARTS:
             upgrade = PARTS["older_weights"](cls.config_class, pretrained_model_name_or_path, kwargs)
@@ -207,16 +211,17 @@ class WhatWherePreTrainedModel(PreTrainedModel):
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """What `generate_batch` calls; see `continuous_batching`, which folders do not have."""
+        supported, reason = supported_implementations(self.config), batch_dependence(self.config)
         try:
             module = importlib.import_module("whatwhere.continuous_batching")
         except ImportError as error:
-            if "flash_attention" in supported_implementations(self.config) and batch_dependence(self.config) is None:
+            if "flash_attention" in supported and reason is None:
                 return super().init_continuous_batching(*args, **kwargs)  # type: ignore[misc]
             raise refusal(
                 f"Continuous batching of position_encoding={self.config.position_encoding!r} needs more code than this "
                 "folder has: install the package whatwhere, or use generate()."
             ) from error
-        return module.init_continuous_batching(self, *args, **kwargs)
+        return module.init_continuous_batching(self, supported, reason, *args, **kwargs)
 
 
 def _fixed_fields(config: Any) -> dict[str, Any]:

@@ -5,16 +5,28 @@ no code of vLLM before one of our models is served.
 """
 
 import contextlib
+import os
 from collections.abc import Iterator
 
+# Files of position encodings that each process of vLLM imports, separated as in PATH.
+IMPORTED = "WHATWHERE_IMPORT"
 # Versions of vLLM with which the plugin was tested.
 TESTED = ("0.32.0",)
 
 
 def register() -> None:
-    """Registers the models with vLLM, by name: their classes are imported when a model is served."""
+    """Registers the models with vLLM, by name: their classes are imported when a model is served.
+
+    Also imports the files of position encodings that the variable WHATWHERE_IMPORT names.
+    """
     from vllm import ModelRegistry
 
+    files = os.environ.get(IMPORTED)
+    if files:
+        from .position_registration import import_position_encodings
+
+        for file in files.split(os.pathsep):
+            import_position_encodings(file)
     for family in ("GPT2", "Llama"):
         for head in ("ForCausalLM", "ForSequenceClassification"):
             ModelRegistry.register_model(f"WhatWhere{family}{head}", f"whatwhere.vllm_models:{head}")

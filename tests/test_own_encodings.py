@@ -1,9 +1,11 @@
 """Position encodings from outside of the package, as docs/own_encodings.md describes them."""
 
 import dataclasses
+import os
 import pathlib
 import re
 import sys
+import types
 
 import pytest
 import torch
@@ -13,10 +15,12 @@ import whatwhere
 import whatwhere_cli as cli
 from processes import python
 from tiny import tiny_model, tokens
+from whatwhere import vllm_plugin
 from whatwhere.position_alibi import ALiBi
 from whatwhere.position_base import PositionContext
 from whatwhere.position_registration import imported_files
 from whatwhere.position_registry import POSITION_ENCODINGS
+from whatwhere.scripts.data.tokenize import build_tokenizer
 from whatwhere.scripts.evaluation.results import read_json
 
 PAGE = (pathlib.Path(__file__).parent.parent / "docs" / "own_encodings.md").read_text(encoding="utf-8")
@@ -53,6 +57,51 @@ for folder in ("model", "again"):
     assert torch.equal(model(ids).logits, logits)
     assert torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False), generated)
     model.save_pretrained("again")
+"""
+
+
+# The package is imported, and its registry has no "t5".
+LOAD_BESIDE = """
+import shutil
+import torch
+import transformers
+import whatwhere
+
+ids = torch.arange(3, 23)[None]
+logits, generated = torch.load("model/expected")
+auto = transformers.AutoModelForCausalLM
+for trust in (False, None):
+    try:
+        auto.from_pretrained("model", trust_remote_code=trust)
+        raise SystemExit("code of the folder ran")
+    except ValueError as error:
+        assert "trust_remote_code=True" in str(error)
+try:
+    whatwhere.WhatWhereLlamaForCausalLM.from_pretrained("model")
+    raise SystemExit("loaded")
+except ValueError as error:
+    assert "register_position_encoding" in str(error)
+shutil.copytree("model", "other")
+for folder in ("model", "other", "again"):
+    model = auto.from_pretrained(folder, trust_remote_code=True)
+    assert type(model).__module__.startswith("transformers_modules")
+    assert torch.equal(model(ids).logits, logits)
+    assert torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False), generated)
+    batched = model.generate_batch(ids.tolist(), max_new_tokens=6, do_sample=False)
+    assert [one.generated_tokens for one in batched.values()] == [generated[0, 20:].tolist()]
+    model.save_pretrained("again")
+# The package's own models stay its own.
+config = whatwhere.WhatWhereLlamaConfig(
+    vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+)
+assert type(auto.from_config(config)) is whatwhere.WhatWhereLlamaForCausalLM
+(cls,) = whatwhere.import_position_encodings("again/t5_bias.py")
+assert whatwhere.import_position_encodings("model/t5_bias.py") == [cls]
+model = auto.from_pretrained("model")
+assert type(model) is whatwhere.WhatWhereLlamaForCausalLM
+assert torch.equal(model(ids).logits, logits)
+model.save_pretrained("third")
+assert open("third/t5_bias.py").read() == open("model/t5_bias.py").read()
 """
 
 
@@ -100,6 +149,45 @@ def test_a_model_loads_elsewhere_without_the_package(tmp_path):
     write(tmp_path / "here", EXAMPLE, "t5_bias.py")
     python("-c", SAVE, tmp_path / "elsewhere" / "model", cwd=tmp_path / "here")
     python("-c", LOAD, cwd=tmp_path / "elsewhere", env={"HF_HOME": str(tmp_path / "home"), "PYTHONPATH": ""})
+
+
+def test_a_model_loads_beside_the_package(tmp_path):
+    (tmp_path / "here").mkdir()
+    write(tmp_path / "here", EXAMPLE, "t5_bias.py")
+    python("-c", SAVE, tmp_path / "model", cwd=tmp_path / "here")
+    python("-c", LOAD_BESIDE, cwd=tmp_path, env={"HF_HOME": str(tmp_path / "home")})
+
+
+def test_a_folder_with_its_own_encoding_on_the_command_line(tmp_path, monkeypatch, registered, refused):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    whatwhere.import_position_encodings(write(tmp_path, EXAMPLE, "t5_bias.py"))
+    tiny_model("llama", "t5", vocab_size=257).save_pretrained("saved")
+    build_tokenizer("bytes").save_pretrained("saved")
+    (tmp_path / "text.txt").write_text("some text to measure\n" * 40)
+    del registered["t5"]
+    del sys.modules["t5_bias"]
+    measured = ["length", "saved", "--windows", "8", "--validation-file", "text.txt", "--device", "cpu", "--output"]
+    said = refused(*measured, "out")
+    assert "checkpoint='saved' needs code that is in the checkpoint" in said
+    assert "--import FILE" in said
+    assert "--trust-remote-code" in said
+    assert cli.main([*measured, "trusted", "--trust-remote-code"]) == 0
+    assert cli.main(["--import", "saved/t5_bias.py", *measured, "imported"]) == 0
+    found = [read_json(next((tmp_path / name).glob("length*.json"))) for name in ("trusted", "imported")]
+    assert found[0]["checkpoints"][0]["cells"] == found[1]["checkpoints"][0]["cells"]
+
+
+def test_vllm_imports_files(tmp_path, monkeypatch, registered):
+    names = []
+    registry = types.SimpleNamespace(register_model=lambda name, path: names.append(name))
+    monkeypatch.setitem(sys.modules, "vllm", types.SimpleNamespace(ModelRegistry=registry))
+    (tmp_path / "other").mkdir()
+    paths = [write(tmp_path, EXAMPLE, "t5_bias.py"), write(tmp_path / "other", HEAD + CLASS)]
+    monkeypatch.setenv("WHATWHERE_IMPORT", os.pathsep.join(paths))
+    vllm_plugin.register()
+    assert {"t5", "own"} <= set(registered)
+    assert "WhatWhereLlamaForCausalLM" in names
 
 
 def test_a_command(tmp_path, monkeypatch, capsys, registered):
@@ -168,7 +256,7 @@ HEAD = "from whatwhere.position_alibi import ALiBi\n"
     ("code", "message"),
     [
         (f"import pandas\n{HEAD}{CLASS}", r"own_bias.py, line 1: it imports 'pandas', and is saved with models"),
-        (f"{HEAD}from . import helper\n{CLASS}", "attempted relative import"),
+        (f"{HEAD}from . import helper\n{CLASS}", r"own_bias.py, line 2: it imports '\.'"),
         (f"{HEAD}import whatwhere\n{CLASS}", r"own_bias.py, line 2: it imports 'whatwhere'"),
         (
             f"{HEAD}from whatwhere.scripts.errors import Refused\n{CLASS}",

@@ -30,14 +30,14 @@ def take_sample(folder: pathlib.Path, config: Any, data: Mapping[str, Any], prom
     if card_head(config)[0] != "AutoModelForCausalLM":
         return None
     with checked_loading(str(folder), "folder"):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         check_vocabulary(str(folder), tokenizer, config)
         inputs = tokenizer(prompt, return_tensors="pt")
         length = inputs["input_ids"].shape[1]
         tokens = min(tokens, config.max_position_embeddings - length)
         if length == 0 or tokens < 1:
             return None
-        model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
     device = choose_device()
     model = model.to(device).eval()
     with torch.inference_mode():

@@ -100,6 +100,12 @@ def checked_loading(checkpoint: str, field: str = "checkpoint") -> Iterator[None
                 f"{field}={checkpoint!r} cannot be loaded (it is an adapter: `whatwhere finetune` saves a full model "
                 "with --lora --merge)."
             ) from error
+        if "`trust_remote_code=True`" in str(error):
+            raise ValueError(
+                f"{field}={checkpoint!r} needs code that is in the checkpoint. Read it; then import the file of its "
+                "position encoding, `whatwhere --import FILE COMMAND`, or let all of its code run, with "
+                "--trust-remote-code, where the command has this option."
+            ) from error
         where = "" if folder.exists() else " (there is no such folder here, so it was looked up on the Hub)"
         raise ValueError(f"{field}={checkpoint!r} cannot be loaded{where}: {error}") from error
 

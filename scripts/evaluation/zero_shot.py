@@ -28,7 +28,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ...model_card import weights_fingerprint
-from ...position_plan import max_length
 from ...validation import suggest
 from ..data.folder import DATA_DIR_VARIABLE, data_folder
 from ..errors import program
@@ -42,6 +41,7 @@ from .checkpoints import (
     at_least_one,
     checked_loading,
     loading_of,
+    longest_length,
     names_of,
     output_of,
 )
@@ -137,10 +137,8 @@ def task_manager(data_dir: str | os.PathLike[str] | None = None) -> Any:
 
 def load_scorer(checkpoint: str, loading: Loading, batch_size: int | str) -> Any:
     """Returns lm-eval's model of a checkpoint; raises ValueError if it cannot be loaded."""
-    config = loading.config(checkpoint)
-    is_unlimited = hasattr(config, "position_encoding") and max_length(config) is None
     with checked_loading(checkpoint):
-        return scorer(
+        found = scorer(
             loading.processes,
             pretrained=checkpoint,
             backend="causal",
@@ -149,8 +147,11 @@ def load_scorer(checkpoint: str, loading: Loading, batch_size: int | str) -> Any
             batch_size=batch_size,
             trust_remote_code=loading.trust_remote_code,
             attn_implementation=loading.attn_implementation,
-            max_length=MAX_LENGTH if is_unlimited else None,
         )
+    if hasattr(found.model.config, "position_encoding") and longest_length(found.model) is None:
+        # Otherwise lm-eval reads it from the configuration.
+        found._max_length = MAX_LENGTH
+    return found
 
 
 class Requests(Progress):
