@@ -27,7 +27,7 @@ from .results import read_json
 # lm-eval's max_length (tokens) for models without a limit: longer than any question.
 MAX_LENGTH = 1 << 17
 # Fields of configurations that change nothing of what a model computes; the precision is an option here.
-_IMMATERIAL = {"_name_or_path", "auto_map", "dtype", "transformers_version"}
+_IMMATERIAL = {"_name_or_path", "auto_map", "dtype", "origin", "transformers_version"}
 
 
 def names_of(checkpoints: Sequence[str]) -> list[str]:
