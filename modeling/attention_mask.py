@@ -5,7 +5,7 @@ the row's range, `low <= j < high` for `low, high = key_ranges[b, 0, i]`, and is
 0]` is not 0. That covers causality, padding, packed documents, and the empty slots of a static cache. There are four
 dimensions because Transformers passes 4D masks, such as those from `generate` for a static cache, to the model
 unchanged. None means causal with the rows at the end of the keys. A user's 4D mask, boolean or additive (B, 1 or H, Q,
-K), is used unchanged.
+K), stays one; `is_hidden` says what it hides.
 
 Axes: B batch, H query heads, Q query length, K key length.
 """
@@ -14,6 +14,22 @@ from typing import Any
 
 import torch
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
+
+
+# Additive masks hide a key by the lowest number of any type, by -inf or by -1e4.
+HIDDEN = -5e3
+
+
+def is_hidden(mask: torch.Tensor) -> torch.Tensor:
+    """Returns what a boolean or additive mask hides, or what is masked in logits with such a mask: bool, as large."""
+    return ~mask if mask.dtype == torch.bool else mask < HIDDEN
+
+
+def with_lowest(mask: Any) -> Any:
+    """Returns an additive mask with the lowest number of its type where it hides a key; any other mask unchanged."""
+    if not isinstance(mask, torch.Tensor) or mask.ndim != 4 or not mask.is_floating_point():
+        return mask
+    return mask.masked_fill(is_hidden(mask), torch.finfo(mask.dtype).min)
 
 
 def is_key_ranges(mask: Any) -> bool:

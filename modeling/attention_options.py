@@ -13,7 +13,8 @@ from torch import nn
 from transformers import initialization as init
 
 from .head_linear import HeadLinear
-from .position_base import HIDDEN, PositionContext, head_dim
+from .attention_mask import is_hidden
+from .position_base import PositionContext, head_dim
 
 
 class HeadNorm(nn.Module):
@@ -128,8 +129,7 @@ def previous_slots(context: PositionContext) -> tuple[torch.Tensor, torch.Tensor
     length = positions.shape[1]
     slots = torch.arange(length, device=positions.device)
     if mask is not None and mask.ndim == 4 and mask.dtype != torch.int32:
-        visible = mask[:, 0, :, :length]
-        visible = visible if visible.dtype == torch.bool else visible > HIDDEN
+        visible = ~is_hidden(mask[:, 0, :, :length])
         # All rows that attend to a key have the same visible slots before it, if each document or branch has one past.
         first_row = visible.byte().argmax(1, keepdim=True)
         previous = _before(torch.where(visible, slots, -1)).gather(1, first_row)[:, 0]

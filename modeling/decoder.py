@@ -19,7 +19,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from .attention_choice import supported_implementations
-from .attention_mask import is_key_ranges
+from .attention_mask import is_key_ranges, with_lowest
 from .forward_arguments import CACHE, CachedLayer, check_keywords, takes_cache
 from .position_base import PositionContext
 from .pretrained_model import refusal
@@ -85,6 +85,7 @@ class Decoder:
         key_length = past.get_mask_sizes(length, first)[0] if past is not None else length
         _check_mask(config, attention_mask, batch, length, past_length, key_length, past is None)
         _check_context_parallel(config)
+        attention_mask = with_lowest(attention_mask)
         given = attention_mask if isinstance(attention_mask, torch.Tensor) else None
         context = PositionContext(positions, given, past_length, key_length, consecutive)
         context = self.shared_encodings(inputs_embeds, context)

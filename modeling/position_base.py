@@ -12,10 +12,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from .attention_mask import is_hidden
 from .validation import describe_type, matches_type, suggest
-
-# A logit below this is masked: additive masks hide a key by the lowest number of any type, by -inf or by -1e4.
-HIDDEN = -5e3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,8 +146,7 @@ class PositionContext:
             # The key ranges of `attention_mask`.
             visible = mask[:, 0, self.query_positions.shape[1] :, 0] != 0
         else:
-            last = mask[:, 0, -1]
-            visible = last if last.dtype == torch.bool else last > torch.finfo(last.dtype).min / 2
+            visible = ~is_hidden(mask[:, 0, -1])
         missing = max(0, self.key_length - visible.shape[-1])
         return nn.functional.pad(visible, (0, missing))[:, : self.key_length]
 

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 
 from .attention_blockwise import compute_dtype, join_digits, split_digits
-from .attention_mask import is_key_ranges
+from .attention_mask import is_hidden, is_key_ranges
 from .head_linear import HeadLinear
 from .learned_table import LearnedTable
-from .position_base import HIDDEN, Parameters, PositionContext, PositionEncoding
+from .position_base import Parameters, PositionContext, PositionEncoding
 
 # The standard deviation of all weights at the start.
 STD = 0.02
@@ -96,7 +96,7 @@ class TokenGatedCoPE(PositionEncoding):
         gates = self._gates(context)[:, :, None].to(dtype)
         table = self.table(None).to(dtype)
         P = table.shape[0]
-        positions = (gates * (logits > HIDDEN)).cumsum(-1).clamp(0.0, P - 1.001)
+        positions = torch.where(is_hidden(logits), 0.0, gates).cumsum(-1).clamp(0.0, P - 1.001)
         # The gradient of a position flows through the fraction only; where it is clamped, there is none.
         z = F.linear(context.query.to(dtype), self.position_query(None).to(dtype)) @ table.T * scaling
         step = torch.cat([z[..., 1:] - z[..., :-1], torch.zeros_like(z[..., :1])], -1)

@@ -317,6 +317,28 @@ def test_cached_decoding_past_a_hole_in_the_mask(family, encoding, given):
         close(run(13, 20, cache=prefill[CACHE]).logits, full[:, 13:])
 
 
+@every_model
+def test_every_form_of_a_4d_mask_hides_the_same(family, encoding):
+    model = build(family, encoding)
+    ids, positions = tokens(1, 8), torch.tensor([[0, 1, 2, 0, 3, 4, 5, 6]])
+    shown = torch.ones(8, 8, dtype=torch.bool).tril()
+    # The prompt has a hole, which only its own token sees.
+    shown[4:, 3] = False
+
+    def run(form):
+        masks = [form(shown[rows, :end])[None, None] for rows, end in ((slice(0, 5), 5), (slice(5, 8), 8))]
+        prefill = model(ids[:, :5], attention_mask=masks[0], position_ids=positions[:, :5], use_cache=True)
+        step = model(ids[:, 5:], attention_mask=masks[1], position_ids=positions[:, 5:], cache=prefill[CACHE])
+        return torch.cat((prefill.logits, step.logits), dim=1)
+
+    with torch.no_grad():
+        for name in quick_implementations(model):
+            model.set_attn_implementation(name)
+            expected = run(lambda mask: mask)
+            for lowest in (-1e4, torch.finfo(torch.float32).min, -float("inf")):
+                close(run(lambda mask, lowest=lowest: torch.where(mask, 0.0, lowest)), expected)
+
+
 @other_family
 def test_second_derivatives_in_eager(family, encoding):
     model = build(family, encoding, "eager")
