@@ -13,8 +13,8 @@ Axes: B batch, H query heads, Q query length, K key length.
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
-
 
 # Additive masks hide a key by the lowest number of any type, by -inf or by -1e4.
 HIDDEN = -5e3
@@ -30,6 +30,18 @@ def with_lowest(mask: Any) -> Any:
     if not isinstance(mask, torch.Tensor) or mask.ndim != 4 or not mask.is_floating_point():
         return mask
     return mask.masked_fill(is_hidden(mask), torch.finfo(mask.dtype).min)
+
+
+def readable(tensor: torch.Tensor) -> bool:
+    """Returns True if a tensor has values: not in a compiled graph, a fake tensor, or a batch of `torch.vmap`."""
+    functorch = torch._C._functorch
+    if torch.compiler.is_compiling() or tensor.device.type == "meta":
+        return False
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        if functorch.is_batchedtensor(tensor):
+            return False
+        tensor = functorch.get_unwrapped(tensor)
+    return not isinstance(tensor, FakeTensor)
 
 
 def is_key_ranges(mask: Any) -> bool:
@@ -89,8 +101,8 @@ def _hides_nothing(attention_mask: torch.Tensor | None) -> bool:
     """Returns True if a 2D mask is known to have no padding, without a GPU synchronisation."""
     if attention_mask is None:
         return True
-    unknown = torch.compiler.is_compiling() or torch.jit.is_tracing() or attention_mask.device.type != "cpu"
-    return not unknown and bool(attention_mask.all())
+    known = readable(attention_mask) and attention_mask.device.type == "cpu" and not torch.jit.is_tracing()
+    return known and bool(attention_mask.all())
 
 
 def dense_mask(key_ranges: torch.Tensor, query_length: int) -> torch.Tensor:

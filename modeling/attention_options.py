@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
 
-from .head_linear import HeadLinear
 from .attention_mask import is_hidden
+from .head_linear import HeadLinear
 from .position_base import PositionContext, head_dim
 
 

@@ -172,7 +172,7 @@ def interpolated(gates: torch.Tensor, query: torch.Tensor, table: torch.Tensor, 
     z = query.to(gates.dtype) @ table.to(gates.dtype) * scale
     step = torch.cat([z[..., 1:] - z[..., :-1], torch.zeros_like(z[..., :1])], -1)
     # NaN is no index; it stays in the fraction.
-    floor = positions.detach().long().clamp_(0, last)
+    floor = positions.detach().long().clamp(0, last)
     return z.gather(-1, floor) + (positions - floor) * step.gather(-1, floor)
 
 

@@ -19,7 +19,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from .attention_choice import supported_implementations
-from .attention_mask import is_key_ranges, with_lowest
+from .attention_mask import is_key_ranges, readable, with_lowest
 from .forward_arguments import CACHE, CachedLayer, check_keywords, takes_cache
 from .position_base import PositionContext
 from .pretrained_model import refusal
@@ -253,7 +253,7 @@ def _check_context_parallel(config: Any) -> None:
 
 
 def _check_length(config: Any, limit: int | None, position_ids: torch.Tensor) -> None:
-    if limit is None or position_ids.device.type == "meta":
+    if limit is None or not (readable(position_ids) or torch.compiler.is_compiling()):
         return
     if torch.compiler.is_compiling():
         # A compiled graph cannot read the length; on a GPU this stops the process.

@@ -19,6 +19,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import TransformersKwargs
 
 from .attention_choice import supported_implementations
+from .attention_mask import readable
 
 # The name of the cache in the installed version.
 CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
@@ -107,7 +108,7 @@ def check_keywords(config: Any, kwargs: dict[str, Any], mask: Any, positions: An
 def _check_packed(kwargs: dict[str, Any], mask: Any, positions: Any, cache: Any) -> None:
     """Raises ValueError if keywords separate packed documents that `position_ids` do not: only these have an effect."""
     name = next((name for name in _PACKED if kwargs.get(name) is not None), None)
-    if name is None or torch.compiler.is_compiling():
+    if name is None or not readable(kwargs[name]):
         return
     separate = mask is None and positions is not None
     if cache is not None:
