@@ -44,6 +44,15 @@ def readable(tensor: torch.Tensor) -> bool:
     return not isinstance(tensor, FakeTensor)
 
 
+def largest(tensor: torch.Tensor) -> int | None:
+    """Returns the largest of some integers, of a batch of `torch.vmap` too; None where there are no values to read."""
+    if torch.compiler.is_compiling() or tensor.device.type == "meta":
+        return None
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return None if isinstance(tensor, FakeTensor) else int(tensor.max())
+
+
 def is_key_ranges(mask: Any) -> bool:
     """Returns True if a mask has the form of key ranges."""
     return isinstance(mask, torch.Tensor) and mask.ndim == 4 and mask.dtype == torch.int32
@@ -116,6 +125,16 @@ def dense_mask(key_ranges: torch.Tensor, query_length: int) -> torch.Tensor:
 def causal_mask(query_length: int, key_length: int, device: torch.device) -> torch.Tensor:
     """Returns a boolean (Q, K) mask, True where visible; queries are aligned to the end of the keys."""
     return torch.ones(query_length, key_length, dtype=torch.bool, device=device).tril(key_length - query_length)
+
+
+def visible_keys(mask: Any, rows: slice, query_length: int, key_length: int, device: torch.device) -> torch.Tensor:
+    """Returns what some query rows see by a mask in this form: bool (1 or B, rows, K); in any head, if heads differ."""
+    if mask is None:
+        return causal_mask(query_length, key_length, device)[None, rows]
+    if is_key_ranges(mask):
+        part = torch.cat((mask[:, :, rows], mask[:, :, query_length:]), dim=2)
+        return dense_mask(part, rows.stop - rows.start)[:, 0]
+    return ~is_hidden(mask[:, :, rows]).all(1)
 
 
 # Transformers looks mask functions up globally; without an entry padding would be ignored.

@@ -25,6 +25,8 @@ class Parameters:
 
     # A sentence that the error for an unknown key ends with.
     unknown_key_hint: ClassVar[str] = ""
+    # What `max_length` limits: the positions themselves, or the distances between a query and the keys that it sees.
+    limits: ClassVar[Literal["positions", "distances"]] = "positions"
     # Whether the encoding's kernel supports these parameters.
     in_kernel = True
 

@@ -189,20 +189,19 @@ class PolarTables(nn.Module):
         """Returns cos and sin, float32 (1 or B, 1, T, R), of int64 positions (1 or B, T)."""
         if positions.device.type != "cpu" or not readable(positions) or positions.numel() == 0:
             return self._compute(positions[:, None])
-        length = int(positions.max()) + 1
-        if length > KEPT_POSITIONS:
+        lowest, highest = map(int, positions.aminmax())
+        length = highest + 1
+        if lowest < 0 or length > KEPT_POSITIONS:
             return self._compute(positions[:, None])
         if self.kept is None or self.kept[0].shape[0] < length:
             # Autograd cannot save inference tensors, and this forward pass may be followed by a training step.
             with torch.inference_mode(False), torch.no_grad():
                 self.kept = self._compute(torch.arange(min(KEPT_POSITIONS, max(256, 2 * length))))
         first = int(positions[0, 0])
-        if first >= 0 and torch.equal(positions, torch.arange(first, first + positions.shape[1])[None]):
+        if torch.equal(positions, torch.arange(first, first + positions.shape[1])[None]):
             consecutive = slice(first, first + positions.shape[1])
             return self.kept[0][None, None, consecutive], self.kept[1][None, None, consecutive]
-        # Masked slots may have a negative position, which is unused.
-        rows = positions.clamp(min=0)[:, None]
-        return self.kept[0][rows], self.kept[1][rows]
+        return self.kept[0][positions[:, None]], self.kept[1][positions[:, None]]
 
     def _compute(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         with torch.autocast(positions.device.type, enabled=False):
