@@ -46,7 +46,7 @@ def init_continuous_batching(model: Any, *args: Any, **kwargs: Any) -> Any:
         )
     if hints := kwargs.get("workload_hints"):
         _check_length(config, hints.max_prompt_length, hints.max_generated_length)
-    if "flash_attention" in supported_implementations(config) and reason is None:
+    if "flash_attention_2" in supported_implementations(config) and reason is None:
         manager = ContinuousMixin.init_continuous_batching(model, *args, **kwargs)
     else:
         # Versions before have other steps and other pages.

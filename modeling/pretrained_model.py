@@ -64,7 +64,7 @@ class WhatWherePreTrainedModel(PreTrainedModel):
             del config.rope_parameters
         config.validate()
         supported = supported_implementations(config)
-        self._supports_sdpa, self._supports_flash_attn = "sdpa" in supported, "flash_attention" in supported
+        self._supports_sdpa, self._supports_flash_attn = "sdpa" in supported, "flash_attention_2" in supported
         super().__init__(config, *inputs, **kwargs)
         self._built_with = copy.copy(config.position_encoding)
         ours = self._decoder_class and type(config).__name__ == self._decoder_class.config_class.__name__
@@ -199,7 +199,7 @@ class WhatWherePreTrainedModel(PreTrainedModel):
         try:
             module = importlib.import_module("whatwhere.continuous_batching")
         except ImportError as error:
-            if "flash_attention" in supported_implementations(self.config) and batch_dependence(self.config) is None:
+            if "flash_attention_2" in supported_implementations(self.config) and batch_dependence(self.config) is None:
                 return super().init_continuous_batching(*args, **kwargs)  # type: ignore[misc]
             raise refusal(
                 f"Continuous batching of position_encoding={self.config.position_encoding!r} needs more code than this "

@@ -10,7 +10,7 @@ from transformers import DynamicCache, StaticCache
 
 import whatwhere
 from tiny import FAMILIES, OURS, declared, in_steps, slow_but, tiny_config, tiny_model, tokens
-from whatwhere.attention_choice import supported_implementations
+from whatwhere.attention_choice import flash_names, supported_implementations
 from whatwhere.forward_arguments import CACHE
 from whatwhere.position_plan import COMBINATIONS
 
@@ -109,7 +109,7 @@ def build_config(family, encoding, **fields):
 
 def quick_implementations(model):
     """The implementations of a model but those that compile or are interpreted, which have tests of their own."""
-    left_out = ("flash_attention", "flex_attention", "triton")
+    left_out = (*flash_names(), "flex_attention", "triton")
     return [name for name in supported_implementations(model.config) if name not in left_out]
 
 

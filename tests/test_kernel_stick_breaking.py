@@ -119,7 +119,7 @@ def test_models(remainder, calls):
         model.set_attn_implementation(implementation)
         model.zero_grad()
         out = model(ids[:, :11], attention_mask=mask[:, :11])
-        step = model(ids[:, 11:], attention_mask=mask, past_key_values=out.past_key_values)
+        step = model(ids[:, 11:], attention_mask=mask, cache=out[CACHE])
         logits = torch.cat((out.logits, step.logits), 1)[mask.bool()]
         logits.square().mean().backward()
         found.append([logits.detach(), *(one.grad for one in model.parameters() if one.grad is not None)])
