@@ -131,6 +131,8 @@ class Decoder:
 class CausalLM:
     """The decoder with a language-modelling head, of both families."""
 
+    # The loss takes `num_items_in_batch`.
+    accepts_loss_kwargs = True
     _tp_plan: Any = {"lm_head": "colwise_gather_output"}
     _pp_plan: Any = {"lm_head": (["hidden_states"], ["logits"])}
     _fsdp_plan: Any = {"lm_head": "keep_full_weight"}

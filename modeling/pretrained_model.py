@@ -42,6 +42,8 @@ class WhatWherePreTrainedModel(PreTrainedModel):
     _can_compile_fullgraph = True
     _supports_attention_backend = True
     _decoder_class: Any = None
+    # Trainer would take `**kwargs` for a loss that is already divided by the number of accumulated batches.
+    accepts_loss_kwargs = False
 
     def __init__(self, config: Any, *inputs: Any, **kwargs: Any) -> None:
         if minor_version(transformers.__version__) > minor_version(NEWEST_TESTED):

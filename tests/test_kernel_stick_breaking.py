@@ -14,6 +14,7 @@ import oracles
 from tiny import key_ranges_of, tiny_model, tokens
 from whatwhere import attention_fla
 from whatwhere.attention_fla import _fused_attention, fused_stick_breaking_attention
+from whatwhere.forward_arguments import CACHE
 from whatwhere.position_stick_breaking import stick_breaking_attention
 
 pytestmark = pytest.mark.usefixtures("on_device")
