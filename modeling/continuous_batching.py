@@ -45,7 +45,7 @@ def init_continuous_batching(model: Any, supported: list[str], reason: str | Non
         )
     if hints := kwargs.get("workload_hints"):
         _check_length(encoding, limit, hints.max_prompt_length, hints.max_generated_length)
-    if "flash_attention" in supported and reason is None:
+    if "flash_attention_2" in supported and reason is None:
         manager = ContinuousMixin.init_continuous_batching(model, *args, **kwargs)
     else:
         # Versions before have other steps and other pages.
