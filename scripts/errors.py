@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from ..position_registration import imported_files
 from .extras import explain
+from .writing import why_not_written
 
 # Commands that do not repeat what they have finished, and the options for that.
 _CONTINUED = {"prepare": [], "demo": [], "reproduce": [], "benchmark": ["--resume"]}
@@ -66,6 +67,11 @@ def reported(name: str, arguments: list[str]) -> Iterator[None]:
     except (ValueError, OSError, ImportError, TrainingError) as error:
         # An error of a setting is the same in all processes.
         sys.exit(1 if isinstance(error, Refused) and int(os.environ.get("RANK", "0")) else f"error: {explain(error)}")
+    except Exception as error:
+        # Libraries raise exceptions of their own on a full disk.
+        if (reason := why_not_written(error)) is None:
+            raise
+        sys.exit(f"error: a file cannot be read or written: {reason}.")
     except (Interrupted, KeyboardInterrupt) as stop:
         if not int(os.environ.get("RANK", "0")):
             own, advice = getattr(stop, "arguments", None), "Start again with"

@@ -49,7 +49,7 @@ from ..data.sonnets import SONNETS, sonnets
 from ..evaluation.checkpoints import Loading, choose_device
 from ..evaluation.results import provenance
 from ..parsers import add_own_text, command_parser
-from ..writing import check_writable, write_json
+from ..writing import check_writable, write_json, writing
 
 COMMAND = "analysis"
 
@@ -123,7 +123,8 @@ def run_maps(options: argparse.Namespace, loading: Loading, origin: dict[str, An
     fields |= {"token_ids": ids[0].tolist(), "last_position": found.last, "summary": summary}
     write_json(options.output / "maps.json", {**about, "text": source, **fields, **origin})
     (options.output / "maps.html").write_text(content, encoding="utf-8")
-    save_file({kind: getattr(found, kind) for kind in maps.KINDS}, options.output / "maps.safetensors")
+    with writing(tensors := options.output / "maps.safetensors"):
+        save_file({kind: getattr(found, kind) for kind in maps.KINDS}, tensors)
     for kind in maps.KINDS:
         maps.draw(found, kind, options.output / kind, name=about["name"], text=f"{source}, {len(tokens)} tokens")
     first = found.most_selective()
