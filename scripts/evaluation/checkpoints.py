@@ -156,19 +156,19 @@ class Loading:
         return tokenizer
 
 
-def check_vocabulary(checkpoint: str, tokenizer: Any, config: Any) -> None:
-    """Raises ValueError if a checkpoint's tokenizer has tokens of text that the model has not.
+def check_vocabulary(name: str, tokenizer: Any, config: Any, field: str = "checkpoint") -> None:
+    """Raises ValueError if a tokenizer has tokens of text that the model has not.
 
-    Added special tokens, such as one for padding, are not tokens of text, except for the end-of-text token.
+    Added special tokens, such as one for padding, are not tokens of text, except for those at its beginning and end.
     """
     special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     ids = set(tokenizer.get_vocab().values()) - special
-    needed = 1 + max([*ids, tokenizer.eos_token_id or 0])
+    needed = 1 + max([*ids, tokenizer.bos_token_id or 0, tokenizer.eos_token_id or 0])
     size = config.get_text_config().vocab_size
     if needed > size:
         raise ValueError(
-            f"checkpoint={checkpoint!r} is not valid: its tokenizer has {needed} tokens, the model has {size} "
-            "(vocab_size)."
+            f"{field}={name!r} is not valid: its tokenizer has {needed} tokens, the model has {size} (vocab_size). "
+            f"Give a tokenizer that fits, or save the model after `resize_token_embeddings({needed})`."
         )
 
 

@@ -30,6 +30,8 @@ from ..data.prepared import file_sha256
 from ..data.source import SOURCES, TextSource
 from ..data.tokenize import WORD_TOKENIZERS, build_tokenizer, load_tokenizer, why_not_loaded
 from ..errors import Refused, TrainingError
+from ..evaluation.checkpoints import check_vocabulary
+from ..writing import writing
 from .loop import TrainingRun, file_problems, train
 from .model import build_optimizer, check_length, count_parameters, prepare_model
 from .recipe import (
@@ -207,10 +209,11 @@ class Finetuning(TrainingRun):
             base = str(self.output / "base")
             if self.accelerator.is_main_process:
                 self._restore_dtypes(model)
-                model.save_pretrained(base)
+                with writing(base):
+                    model.save_pretrained(base)
+                    self.data.tokenizer.save_pretrained(base)
                 if self.fresh:
                     model.float()
-                self.data.tokenizer.save_pretrained(base)
             self.accelerator.wait_for_everyone()
         # peft saves this as the name of the base model; an absolute path is valid from every folder.
         model.name_or_path = os.path.abspath(base) if os.path.exists(base) else base
@@ -329,10 +332,7 @@ def _run_settings(options: FinetuneSettings, config: Any, data_dir: str | None) 
             reason = why_not_loaded(name, error.__cause__)
             raise Refused(f"checkpoint={name!r} is not valid: {reason}. Give one with --tokenizer.") from error
         raise
-    if len(tokenizer) > config.vocab_size:
-        raise Refused(
-            f"tokenizer={name!r} is not valid: it has {len(tokenizer)} tokens, the model has {config.vocab_size}."
-        )
+    check_vocabulary(name, tokenizer, config, "checkpoint" if options.tokenizer is None else "tokenizer")
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     default_rate = 2e-4 if options.lora else 5e-5
     return RunSettings(
