@@ -76,14 +76,14 @@ def processes() -> int:
 def train(folders: dict[str, pathlib.Path], overrides: list[str]) -> None:
     """Trains each encoding in its own process, `processes()` at a time, unless it is finished; continues runs."""
     threads = max(1, (os.cpu_count() or 1) // processes())
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8"}
 
     def run(encoding: str) -> int:
         command = [sys.executable, "-m", "whatwhere", "train", f"demo_{encoding}", "--output", str(folders[encoding])]
         command += [argument for override in overrides for argument in ("--set", override)]
         command += ["--resume", "auto"]
         # A pipe, so that each writes lines and not a progress bar.
-        streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "encoding": "utf-8"}
         with subprocess.Popen(command, env=environment, **streams) as job:
             for line in job.stdout or ():
                 print(f"{encoding}: {line}", end="", flush=True)
@@ -143,8 +143,8 @@ def continue_prompt(folder: pathlib.Path, prompt: str) -> str:
     """Generates a continuation of a prompt in a process with remote code, without the package and without network."""
     with tempfile.TemporaryDirectory() as modules:
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": modules}
-        command = [sys.executable, "-I", "-c", CONTINUE, str(folder.resolve()), prompt]
-        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
+        command = [sys.executable, "-I", "-X", "utf8", "-c", CONTINUE, str(folder.resolve()), prompt]
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "encoding": "utf-8"}
         done = subprocess.run(command, env=environment, check=False, **streams)
     if done.returncode:
         raise TrainingError(f"loading {folder} in a clean process failed:\n{done.stderr[-2000:]}")
