@@ -67,11 +67,6 @@ def reported(name: str, arguments: list[str]) -> Iterator[None]:
     except (ValueError, OSError, ImportError, TrainingError) as error:
         # An error of a setting is the same in all processes.
         sys.exit(1 if isinstance(error, Refused) and int(os.environ.get("RANK", "0")) else f"error: {explain(error)}")
-    except Exception as error:
-        # Libraries raise exceptions of their own on a full disk.
-        if (reason := why_not_written(error)) is None:
-            raise
-        sys.exit(f"error: a file cannot be read or written: {reason}.")
     except (Interrupted, KeyboardInterrupt) as stop:
         if not int(os.environ.get("RANK", "0")):
             own, advice = getattr(stop, "arguments", None), "Start again with"
@@ -82,3 +77,8 @@ def reported(name: str, arguments: list[str]) -> Iterator[None]:
                 arguments, advice = [*arguments, *more], "Continue with"
             print(f"{str(stop).strip() or 'interrupted'}. {advice}: {launched([name, *arguments])}", file=sys.stderr)
         sys.exit(128 + getattr(stop, "number", signal.SIGINT))
+    except Exception as error:
+        # Libraries raise exceptions of their own on a full disk.
+        if (reason := why_not_written(error)) is None:
+            raise
+        sys.exit(f"error: a file cannot be read or written: {reason}.")

@@ -39,6 +39,7 @@ from runs import (
     write_texts,
 )
 from tiny import slow_but
+from whatwhere.scripts.cards import folder as cards
 from whatwhere.scripts.conversion import folder as conversion
 from whatwhere.scripts.errors import TrainingError, reported
 from whatwhere.scripts.training import loop
@@ -439,6 +440,37 @@ def test_resume_from_an_earlier_checkpoint(finished, copied, data_dir):
     train(EVERY_TWO, copied, resume_from=2, data_dir=data_dir)
     assert_same_run(copied, finished[0])
     assert sorted(path.name for path in (copied / "checkpoints").iterdir()) == ["step-00000004", "step-00000006"]
+
+
+@pytest.mark.parametrize("command", ["train", "finetune"])
+@pytest.mark.parametrize("place", ["card", "sample", "results"])
+def test_ctrl_c_after_the_last_step(stock, data_dir, tmp_path, monkeypatch, capsys, command, place):
+    """The command that is advised finishes the run."""
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(recipe(training__steps=2).resolved()))
+    (tmp_path / "a.txt").write_text("how now brown cow, " * 100)
+    sizes = ["--steps", "2", "--sequence-length", "24", "--batch-size", "2"]
+    begun = {
+        "train": [str(tmp_path / "tiny.yaml"), "--data-dir", str(data_dir)],
+        "finetune": [stock, "--train-file", str(tmp_path / "a.txt"), *sizes],
+    }[command]
+
+    def interrupted(*arguments, **options):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            *{"card": (cards, "model_card"), "sample": (cards, "take_sample"), "results": (loop, "_commit")}[place],
+            interrupted,
+        )
+        with pytest.raises(SystemExit) as stop:
+            cli.main([command, *begun, "--output", str(tmp_path / "run")])
+    assert stop.value.code == 128 + signal.SIGINT
+    advice = capsys.readouterr().err.splitlines()[-1]
+    assert advice.startswith("SIGINT received: interrupted. Continue with: whatwhere "), advice
+    cli.main(shlex.split(advice.partition(": whatwhere ")[2]))
+    card = (tmp_path / "run/README.md").read_text(encoding="utf-8")
+    assert "No results are recorded" not in card
+    assert "bits per byte" in card
 
 
 def test_no_checkpoint_is_whole(copied, data_dir):

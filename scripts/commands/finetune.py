@@ -68,7 +68,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser().parse_args(arguments)
     settings = settings_of(options)
     check_data_dir(options.data_dir, settings.text(options.data_dir).texts())
-    with card_of_run(options.output), continued(options.output, Finetuning.record, options.data_dir):
+    with continued(options.output, Finetuning.record, options.data_dir), card_of_run(options.output):
         results = finetune(
             settings,
             options.output,

@@ -81,6 +81,9 @@ def continued(output: str, record: str, data_dir: str | None) -> Iterator[None]:
             raise
         found = stop if isinstance(stop, Interrupted) else Interrupted(signal.SIGINT)
         found.arguments = ["--output", output, "--resume"]
+        if (pathlib.Path(output) / "results.json").exists():
+            # Only the card is missing, for which a finished run is not refused.
+            found.arguments.append("auto")
         if data_dir is not None:
             found.arguments += ["--data-dir", data_dir]
         raise found from None

@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> None:
     recipe = recipe_of(options)
     output = options.output or os.path.join("runs", recipe.name)
     resume = {"resume": options.resume, "resume_from": options.resume_from}
-    with card_of_run(output), continued(output, TrainingRun.record, options.data_dir):
+    with continued(output, TrainingRun.record, options.data_dir), card_of_run(output):
         results = train(recipe, output, **resume, data_dir=options.data_dir, arguments=arguments)
     if results:
         trained = encoding_text(AutoConfig.from_pretrained(output).position_encoding)
