@@ -1,11 +1,4 @@
-"""Train rope, pope and cope on code, compare them up to 10 times the trained length, and load one of them.
-
-    whatwhere demo --steps 100
-
-On a laptop, without downloads: at most 8 minutes on 2 CPU cores. The output folder gets a checkpoint folder for each
-encoding, `length.json`, `length.png` and `length.svg`. Running the command again continues after an
-interruption, and reuses finished training runs of the same recipe.
-"""
+"""`whatwhere demo`: its help is in `cli/demo.py`."""
 
 import concurrent.futures
 import contextlib
@@ -20,10 +13,11 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from whatwhere_cli.demo import parser
+
 from ...model_card import weights_fingerprint
 from ..errors import TrainingError, program
 from ..evaluation.results import lm_eval_tasks, provenance
-from ..parsers import command_parser
 from ..writing import check_writable, write_json
 
 ENCODINGS = ("rope", "pope", "cope")
@@ -153,13 +147,7 @@ def continue_prompt(folder: pathlib.Path, prompt: str) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line."""
-    parser = command_parser("demo", "[OPTIONS]", __doc__)
-    parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("demo"), help="default %(default)s")
-    parser.add_argument("--steps", type=int, help="training steps (default: as in the recipes)")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="replace a key of the recipes, as in train"
-    )
-    options = parser.parse_args(arguments)
+    options = parser().parse_args(arguments)
     steps = options.steps
     # As in the recipes, warm-up takes a twentieth of the steps.
     overrides = [f"training.steps={steps}", f"training.warmup_steps={steps // 20}"] if steps is not None else []

@@ -199,22 +199,6 @@ def longest_length(model: nn.Module) -> int | None:
     return None
 
 
-def at_least_one(text: str) -> int:
-    """Returns the positive integer of an option; argparse reports the error with the option's name."""
-    if not text.strip().isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not valid: it must be a whole number, at least 1")
-    return int(text)
-
-
-def add_loading(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `Loading`."""
-    group = parser.add_argument_group("model")
-    group.add_argument("--device", help="default: the GPU if there is one, else the CPU")
-    group.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
-    group.add_argument("--attn-implementation", metavar="NAME", help="default: the model's default")
-    group.add_argument("--trust-remote-code", action="store_true", help="run the code in the checkpoint's folder")
-
-
 def loading_of(options: argparse.Namespace) -> Loading:
     """Joins the other processes; returns the values of `add_loading`. ValueError if the device cannot be used."""
     given = {name: getattr(options, name) for name in ("dtype", "attn_implementation", "trust_remote_code")}
