@@ -801,7 +801,10 @@ def test_a_mixture_does_not_train_on_what_is_held_out(tmp_path, capsys):
     ("arguments", "message"),
     [
         (["no_such_recipe"], "error: recipe 'no_such_recipe'"),
-        (["demo_rope", "--set", "training.stepps=1"], "Did you mean 'steps'"),
+        (["demo_rope", "--set", "training.stepps=1"], "Did you mean 'training.steps'? Allowed: 'act"),
+        (["demo_rope", "--set", "steps=1"], "Did you mean 'training.steps'? Allowed: 'data', "),
+        (["demo_rope", "--set", "position_encoding=pope"], "Did you mean 'model.position_encoding'?"),
+        (["demo_rope", "--set", "evaluation.batchsize=1"], "Did you mean 'training.batch_size'?"),
         (["demo_rope", "--set", "data.source=local", "--set", "data.splits={train: a, validation: b}"], "--data-dir"),
         (
             ["demo_rope", "--train-file", "no.txt"],

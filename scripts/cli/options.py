@@ -24,7 +24,7 @@ class Parser(argparse.ArgumentParser):
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         options, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{self._meant(unknown[0])}")
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{self._meant(*unknown)}")
         if self.check is not None:
             try:
                 self.check(options)
@@ -32,7 +32,7 @@ class Parser(argparse.ArgumentParser):
                 self.error(str(error))
         return options
 
-    def _meant(self, unknown: str) -> str:
+    def _meant(self, unknown: str, following: str = "...", *_: str) -> str:
         """Returns a sentence with the option, or the key of a recipe, that an unknown option means."""
         name, _, value = unknown.partition("=")
         if not name.startswith("--"):
@@ -42,7 +42,7 @@ class Parser(argparse.ArgumentParser):
         if not near and "--set" in own:
             keys = {f"--{key.rpartition('.')[2].replace('_', '-')}": key for key in _recipe_keys()}
             if found := difflib.get_close_matches(name, keys, n=1, cutoff=0.8):
-                near = [f"--set {keys[found[0]]}={value or '...'}"]
+                near = [f"--set {keys[found[0]]}={value or following}"]
         return f". Did you mean {near[0]!r}?" if near else ""
 
     def _all_options(self) -> Iterator[str]:
