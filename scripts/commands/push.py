@@ -27,6 +27,7 @@ from ...model_card import (
 )
 from ..cards.folder import check_licence, with_new_licence, write_card
 from ..errors import Refused
+from ..evaluation.checkpoints import NETWORK_ERROR
 from ..writing import write_json, write_text
 from .card import without_folders
 
@@ -37,8 +38,6 @@ _WEIGHTS = re.compile(r"(adapter_)?model.*\.safetensors")
 _NOT_PUSHED = ("trainer_state.json",)
 # In the repository, these are deleted if the run does not have them: old weights would be loaded.
 _REPLACED = ["*.safetensors", "*.json", "*.jinja", "*.py"]
-# Of the library for HTTP, which is another one in each version of huggingface_hub.
-_NETWORK_ERROR: Any = HfHubHTTPError.__bases__[0]
 
 
 def staged(run: pathlib.Path, folder: pathlib.Path, repo: str, licence: str | None = None) -> None:
@@ -141,7 +140,7 @@ def push(run: pathlib.Path, repo: str, *, private: bool = False, licence: str | 
         status = error.response.status_code
         reason = "the token is not valid" if status == 401 else error.server_message or str(error).splitlines()[0]
         raise OSError(f"The Hub refused repo={repo!r} (status {status}): {reason}") from error
-    except (_NETWORK_ERROR, ConnectionError) as error:
+    except (NETWORK_ERROR, ConnectionError) as error:
         raise OSError(f"The Hub cannot be reached ({type(error).__name__}). Nothing was lost; try again.") from error
     return str(address)
 

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import dataclasses
+import difflib
 import functools
 import hashlib
 import inspect
@@ -16,6 +17,9 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub import constants, hf_hub_url, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.utils import get_session
 from safetensors import SafetensorError
 from torch import nn
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
@@ -28,6 +32,9 @@ from .results import read_json
 MAX_LENGTH = 1 << 17
 # Fields of configurations that change nothing of what a model computes; the precision is an option here.
 _IMMATERIAL = {"_name_or_path", "auto_map", "dtype", "transformers_version"}
+
+# Of the library for HTTP, which is another one in each version of huggingface_hub.
+NETWORK_ERROR: Any = HfHubHTTPError.__bases__[0]
 
 
 def names_of(checkpoints: Sequence[str]) -> list[str]:
@@ -85,11 +92,53 @@ def check_finished(checkpoint: str, field: str = "checkpoint") -> None:
             )
 
 
+@functools.cache
+def _check_hub(checkpoint: str, field: str) -> None:
+    """Raises ValueError for a name that is no folder, if it is no Hub id either or the Hub does not answer.
+
+    Transformers asks for every file, and several times, before it says that it has no connection.
+    """
+    parts = checkpoint.split("/")
+    is_path = checkpoint.startswith((".", "/", "~")) or os.path.isabs(checkpoint) or len(parts) > 2
+    if not is_path and isinstance(try_to_load_from_cache(checkpoint, "config.json"), str):
+        return
+    meant = _nearest_folder(checkpoint)
+    if is_path or (len(parts) == 2 and os.path.isdir(parts[0])):
+        raise ValueError(
+            f"{field}={checkpoint!r} is not valid: there is no such folder. Allowed: one, or a Hub id.{meant}"
+        )
+    if constants.HF_HUB_OFFLINE:
+        return
+    try:
+        # An answer of any status.
+        get_session().head(hf_hub_url(checkpoint, "config.json"), timeout=constants.HF_HUB_ETAG_TIMEOUT)
+    except (NETWORK_ERROR, OSError) as error:
+        raise ValueError(
+            f"{field}={checkpoint!r} cannot be loaded: there is no such folder, and the Hub does not answer "
+            f"({type(error).__name__}).{meant}"
+        ) from error
+
+
+def _nearest_folder(checkpoint: str) -> str:
+    """Returns a sentence with the folder whose path is the most similar, or nothing."""
+    found = pathlib.Path()
+    for part in pathlib.Path(checkpoint).parts:
+        if not (found / part).is_dir():
+            names = [path.name for path in found.iterdir() if path.is_dir()] if os.access(found, os.R_OK) else []
+            if not (near := difflib.get_close_matches(part, names, n=1)):
+                return ""
+            part = near[0]
+        found /= part
+    return f" Did you mean {str(found)!r}?"
+
+
 @contextlib.contextmanager
 def checked_loading(checkpoint: str, field: str = "checkpoint") -> Iterator[None]:
     """Turns the errors of loading a checkpoint into ValueErrors that name it and the field that it comes from."""
     if os.path.isfile(checkpoint):
         raise ValueError(f"{field}={checkpoint!r} is not valid: it is a file. Allowed: a folder or a Hub id.")
+    if not os.path.exists(checkpoint):
+        _check_hub(checkpoint, field)
     try:
         yield
     except (OSError, KeyError, ValueError, RuntimeError, SafetensorError, struct.error) as error:
@@ -106,8 +155,13 @@ def checked_loading(checkpoint: str, field: str = "checkpoint") -> Iterator[None
                 "position encoding, `whatwhere --import FILE COMMAND`, or let all of its code run, with "
                 "--trust-remote-code, where the command has this option."
             ) from error
-        where = "" if folder.exists() else " (there is no such folder here, so it was looked up on the Hub)"
-        raise ValueError(f"{field}={checkpoint!r} cannot be loaded{where}: {error}") from error
+        where, meant = "", ""
+        if not folder.exists():
+            where, meant = (
+                " (there is no such folder here, so it was looked up on the Hub)",
+                _nearest_folder(checkpoint),
+            )
+        raise ValueError(f"{field}={checkpoint!r} cannot be loaded{where}: {error}{meant}") from error
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
