@@ -97,12 +97,17 @@ def _run(arguments: list[str]) -> int:
         importlib.import_module(f"whatwhere_cli.{name.replace('-', '_')}").parser().parse_args(rest)
     except ValueError as error:
         sys.exit(f"error: {error}")
+    from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
     from transformers.utils import logging
 
     from whatwhere.scripts.errors import reported
 
+    # Those of loading weights say nothing to a user; this also disables those of downloads.
+    downloads = sys.stderr.isatty() and not are_progress_bars_disabled()
+    logging.disable_progress_bar()
+    if downloads:
+        enable_progress_bars()
     if not sys.stderr.isatty():
-        logging.disable_progress_bar()
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     with reported(name, rest):
         for file in files:

@@ -18,6 +18,7 @@ from whatwhere_cli.demo import parser
 from ...model_card import weights_fingerprint
 from ..errors import TrainingError, program
 from ..evaluation.results import lm_eval_tasks, provenance
+from ..progress import without_bars
 from ..writing import check_writable, write_json
 
 ENCODINGS = ("rope", "pope", "cope")
@@ -112,7 +113,8 @@ def run_lm_eval(folder: pathlib.Path, origin: dict[str, Any]) -> None:
     from ..data.source import load_text
     from ..evaluation.zero_shot import quiet
 
-    rows = load_text()["test"].filter(lambda row: len(row["text"]) < 8000)
+    with without_bars():
+        rows = load_text()["test"].filter(lambda row: len(row["text"]) < 8000)
     task = {
         "task": TASK,
         "custom_dataset": lambda **_: datasets.DatasetDict(test=rows),

@@ -30,6 +30,7 @@ import whatwhere
 
 from ..errors import Refused
 from ..processes import is_first_process
+from ..progress import without_bars
 from .rows import NO_TEXT, about_conversations, check_text, texts_of
 from .tokenize import PIECE, cut, text_of
 
@@ -156,9 +157,10 @@ def read_found(files: list[str], what: str, *, text_field: str, streaming: bool,
                 "state": str(state),
             }
             settings |= {"version": whatwhere.__version__}
-            rows = datasets.Dataset.from_generator(
-                _rows, gen_kwargs=settings, features=_FEATURES, writer_batch_size=_ROWS
-            )
+            with without_bars():
+                rows = datasets.Dataset.from_generator(
+                    _rows, gen_kwargs=settings, features=_FEATURES, writer_batch_size=_ROWS
+                )
         if kind != "text" or streaming or not pieces:
             rows = rows.remove_columns("document")
         return check_text(rows, what)
@@ -318,7 +320,8 @@ def hold_out(rows: datasets.Dataset, what: str) -> tuple[datasets.Dataset, datas
     few = len(rows.unique("document")) if "document" in rows.column_names else len(rows)
     if few < _FEW and "document" not in rows.column_names:
         form = {"remove_columns": rows.column_names, "features": _FEATURES}
-        rows = rows.map(_pieces, with_indices=True, batched=True, batch_size=1, **form)
+        with without_bars():
+            rows = rows.map(_pieces, with_indices=True, batched=True, batch_size=1, **form)
     numbers = np.arange(len(rows))
     if "document" in rows.column_names:
         numbers = np.unique(rows["document"], return_inverse=True)[1]

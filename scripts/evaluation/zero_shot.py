@@ -33,7 +33,7 @@ from ...model_card import weights_fingerprint
 from ...validation import suggest
 from ..data.folder import DATA_DIR_VARIABLE, data_folder
 from ..errors import program
-from ..progress import Progress
+from ..progress import Progress, without_bars
 from ..writing import check_writable, write_json
 from .checkpoints import (
     MAX_LENGTH,
@@ -165,7 +165,6 @@ def quiet(name: str | None = None) -> Iterator[None]:
 
     It also asks git for the version of the working folder, whatever that is.
     """
-    import datasets
     import lm_eval.api.model
     import lm_eval.api.task
     import lm_eval.evaluator
@@ -187,9 +186,7 @@ def quiet(name: str | None = None) -> Iterator[None]:
         stack.enter_context(
             unittest.mock.patch.object(lm_eval.evaluator, "get_git_commit_hash", create=True, return_value=None)
         )
-        if datasets.is_progress_bar_enabled():
-            stack.callback(datasets.enable_progress_bars)
-            datasets.disable_progress_bars()
+        stack.enter_context(without_bars())
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         yield
 
