@@ -35,9 +35,11 @@ from .content import Facts, model_card
 from .sample import generation, take_sample
 
 # Some identifiers of the Hub, to suggest them.
-_LICENCES = ("apache-2.0", "mit", "bsd-2-clause", "bsd-3-clause", "gpl-2.0", "gpl-3.0", "lgpl-3.0", "agpl-3.0")
-_LICENCES += ("mpl-2.0", "cc0-1.0", "cc-by-4.0", "cc-by-sa-4.0", "cc-by-nc-4.0", "cc-by-nc-sa-4.0", "unlicense")
-_LICENCES += ("openrail", "llama2", "llama3", "gemma", "other", "unknown")
+_LICENCES = (
+    *("apache-2.0", "mit", "bsd-2-clause", "bsd-3-clause", "gpl-2.0", "gpl-3.0", "lgpl-3.0", "agpl-3.0", "mpl-2.0"),
+    *("cc0-1.0", "cc-by-4.0", "cc-by-sa-4.0", "cc-by-nc-4.0", "cc-by-nc-sa-4.0", "unlicense", "openrail", "llama2"),
+    *("llama3", "gemma", "other", "unknown"),
+)
 
 
 def write_card(folder: str | pathlib.Path, *, name: str | None = None, licence: str | None = None) -> pathlib.Path:

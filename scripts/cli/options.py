@@ -32,7 +32,7 @@ class Parser(argparse.ArgumentParser):
                 self.error(str(error))
         return options
 
-    def _meant(self, unknown: str, following: str = "...", *_: str) -> str:
+    def _meant(self, unknown: str, following: str = "...", *others: str) -> str:
         """Returns a sentence with the option, or the key of a recipe, that an unknown option means."""
         name, _, value = unknown.partition("=")
         if not name.startswith("--"):
