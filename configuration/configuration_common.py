@@ -190,6 +190,8 @@ class WhatWhereConfig(PreTrainedConfig):
             encoding that changes keys before they are cached ("rope", "pope").
         attention_weights: "softmax"; or hard attention, all weight on the key with the largest logit (CoPE, Table 7):
             "hard" has no gradient, "straight_through" that of the softmax. Only with `eager` attention.
+        origin: what is known of the model that the weights were made from, for model cards: `base_model`, `license`,
+            `license_name`, `license_link`, `language`, as in the metadata of a card. Loading and conversion set it.
 
     Raises:
         ValueError: an unknown or misspelt field, an unknown encoding, an impossible combination, a parameter of the
@@ -221,6 +223,7 @@ class WhatWhereConfig(PreTrainedConfig):
     qk_norm: bool = False
     qk_norm_eps: float = limited("positive", 1e-6)
     key_value_shift: bool = False
+    origin: dict | None = None
 
     num_key_value_heads: int | None = limited("positive", None)
     initializer_range: float = limited("not_negative", 0.02)

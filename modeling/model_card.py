@@ -49,6 +49,8 @@ NO_RESULTS = "No results are recorded for these weights."
 SECTIONS = ("Model", "Training", "Evaluation", "Limitations", "Licence", "Citation")
 _ARXIV = re.compile(r"\d{4}\.\d{5}")
 LICENCE_KEYS = ("license", "license_name", "license_link")
+# The metadata that a model made from another one keeps, in `config.origin`.
+ORIGIN_KEYS = ("base_model", "language", *LICENCE_KEYS)
 # Title and authors of papers, by what is in brackets in the `paper` of position encodings.
 PAPERS = {
     "2203.16634": (
@@ -141,6 +143,32 @@ def _entries(metadata: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield from ((key, one) for one in (value if isinstance(value, list) and key != "license" else [value]))
 
 
+def origin_of(source: str | pathlib.Path, origin: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Returns the `origin` of what is made from a folder or a Hub id, whose configuration states `origin`."""
+    found = dict(origin or {})
+    if not pathlib.Path(source).is_dir():
+        return {"base_model": str(source), **found}
+    try:
+        card, _ = read_card(source)
+    except ValueError:
+        # `complete_card` warns.
+        card = None
+    stated = {
+        key: value for key, value in (card.data.to_dict() if card else {}).items() if key in ORIGIN_KEYS and value
+    }
+    if stated.get("license") == "unknown":
+        del stated["license"]
+    if "license" in stated:
+        found = {key: value for key, value in found.items() if key not in LICENCE_KEYS}
+    return {**found, **stated} or None
+
+
+def base_links(names: Any) -> str:
+    """Returns the value of `base_model` in a card's metadata for readers, with links to the Hub."""
+    names = [names] if isinstance(names, str) else names
+    return ", ".join(f"[`{name}`](https://huggingface.co/{name})" for name in names)
+
+
 def given_metadata(card: ModelCard | None, mark: re.Match[str] | None) -> dict[str, Any]:
     """Returns the metadata that a user has given to a generated card or a template, by key; of lists, the new items."""
     stated, given = card.data.to_dict() if card is not None else {}, dict[str, Any]()
@@ -211,8 +239,8 @@ def is_of_trainer(card: ModelCard) -> bool:
 
 
 def card_data(config: Any, **more: Any) -> ModelCardData:
-    """Returns the metadata of a card, without `more` those of a model of unknown licence."""
-    about = {"license": "unknown", "library_name": "transformers", "pipeline_tag": card_head(config)[1]}
+    """Returns the metadata of a card: what the configuration says, and `more`."""
+    about = {"library_name": "transformers", "pipeline_tag": card_head(config)[1], **(config.origin or {})}
     return ModelCardData(**{**about, "tags": card_tags(config), **more})
 
 
@@ -309,7 +337,12 @@ def card_text(
     first = f"{kind} the position encoding `{encoding_text(config.position_encoding)}`{summary}"
     blocks = [f"\n# {plain(name)}", first, *results, f"```python\n{code or loading_code(config, name)}\n```", *notes]
     content: dict[str, Sequence[str]] = {"Model": [model_table(config)], **(sections or {})}
-    content.setdefault("Licence", ["The licence of the weights is not stated."])
+    origin = config.origin or {}
+    if "base_model" in origin:
+        content.setdefault("Training", [f"The weights were made from {base_links(origin['base_model'])}."])
+    licence = origin.get("license_name") or origin.get("license")
+    stated = f"Weights: {licence_text(licence)}." if licence else "The licence of the weights is not stated."
+    content.setdefault("Licence", [stated])
     content["Citation"] = [*citation(config, has_code=has_code)]
     for heading in SECTIONS:
         if content.get(heading):

@@ -17,7 +17,7 @@ from transformers.utils import logging
 
 from .attention_choice import choose_implementation, supported_implementations
 from .attention_engine import batch_dependence
-from .model_card import PIPELINES, card_tags, complete_card
+from .model_card import PIPELINES, card_tags, complete_card, origin_of
 from .position_plan import check
 from .position_registry import PARTS
 from .saved_code import code_files, reduce_code
@@ -33,7 +33,7 @@ _CHANGEABLE = {
     *("attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "initializer_range", "pretraining_tp"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "use_cache"),
     *("attention_weights", "reorder_and_upcast_attn", "tie_word_embeddings"),
-    *("max_position_embeddings", "n_positions", "num_hidden_layers", "n_layer", "vocab_size"),
+    *("max_position_embeddings", "n_positions", "num_hidden_layers", "n_layer", "origin", "vocab_size"),
 }
 
 
@@ -146,6 +146,8 @@ class WhatWherePreTrainedModel(PreTrainedModel):
         # Otherwise Transformers would save the weights under their old names.
         model._weight_conversions = None
         model.config._weights_version = model.config.weights_version
+        if pretrained_model_name_or_path is not None:
+            model.config.origin = origin_of(pretrained_model_name_or_path, model.config.origin)
         return loaded
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:

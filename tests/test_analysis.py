@@ -292,18 +292,21 @@ def test_summary_of_maps():
         "gate_newline": 0.75,
         "gate_heading": None,
         "gate_other": 0.375,
-        # The means of the keys are 1/4 (3 pairs), 3/4 (2) and 3/4 (1).
-        "gate_deviation": pytest.approx(0.25),
+        # The squares of the six differences from the mean sum to 5/8.
+        "gate_deviation": pytest.approx((5 / 48) ** 0.5),
         "first_position": 3.0,
     }
-    assert maps.table([entry]).splitlines()[2] == "| 4 | 2 | 0.500 | 0.750 |  | 0.375 | 0.250 | 3.000 |"
+    assert maps.table([entry]).splitlines()[2] == "| 4 | 2 | 0.500 | 0.750 |  | 0.375 | 0.323 | 3.000 |"
 
 
-def test_the_most_selective_head_is_neither_constant_nor_noise():
+@pytest.mark.parametrize("of_query", [False, True])
+def test_the_most_selective_head_is_that_whose_gates_differ_most(of_query):
+    """Also if they depend on the query alone."""
     length = 40
-    noise = torch.rand(length, length, generator=torch.Generator().manual_seed(0)).round()
-    by_query, by_key = ((torch.arange(length) % 4 == 0).float().expand(length, length) for _ in range(2))
-    gates = torch.stack([noise, torch.ones(length, length), by_query.T, 0.2 + 0.6 * by_key])[None].tril()
+    by_key = (torch.arange(length) % 4 == 0).float().expand(length, length)
+    steep, flat = 0.2 + 0.6 * by_key, 0.2 + 0.5 * by_key
+    steep, flat = (steep.T, flat) if of_query else (steep, flat.T)
+    gates = torch.stack([torch.ones(length, length), 0.5 + 0.1 * by_key, flat, steep])[None].tril()
     zeros = torch.zeros(1, 4, length, length)
     found = maps.Maps("cope", ["a"] * length, [""] * length, [3], [1, 4, 5, 7], 63, gates, zeros, zeros, zeros)
     entry = found.most_selective()

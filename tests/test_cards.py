@@ -13,7 +13,7 @@ import torch
 import yaml
 from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.repocard_data import eval_results_to_model_index, model_index_to_eval_results
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 from processes import python
 from whatwhere import (
@@ -572,7 +572,7 @@ def test_the_short_card(tmp_path):
     model = WhatWhereLlamaForCausalLM(config)
     model.save_pretrained(tmp_path / "it's *x*")
     card = ModelCard(text_of(tmp_path / "it's *x*"))
-    assert (card.data.license, card.data.library_name) == ("unknown", "transformers")
+    assert (card.data.license, card.data.library_name) == (None, "transformers")
     assert card.data.tags == ["whatwhere", "whatwhere_llama", "position-encoding", "cope", "rope"]
     assert card.data.eval_results is None
     assert "# it's \\*x\\*\n" in card.text
@@ -614,6 +614,76 @@ def test_a_converted_model_is_untrained(tmp_path):
     command.main([str(folder)])
     assert "fine-tuned from `source`" in text_of(folder)
     assert "untrained" not in text_of(folder)
+
+
+# Of PEFT.
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_what_is_made_from_a_model_names_it(tmp_path):
+    """On every way of training and saving; it is in the configuration, so that no card needs to be there."""
+    run_folder(tmp_path / "source", encoding="rope")
+    stated = "---\nlicense: other\nlicense_name: own\nbase_model: someone/model\nlanguage: [en, de]\n---\n# Source\n"
+    (tmp_path / "source" / "README.md").write_text(stated, encoding="utf-8")
+    convert.main([str(tmp_path / "source"), "--position-encoding", "cope", "--output", str(tmp_path / "converted")])
+    (tmp_path / "converted" / "README.md").unlink()
+
+    def trained(name):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        with torch.no_grad():
+            model.lm_head.weight.add_(1.0)
+        return model
+
+    trained("converted").save_pretrained(tmp_path / "tuned")
+    trained("tuned").save_pretrained(tmp_path / "again")
+    adapters = peft.get_peft_model(trained("again"), peft.LoraConfig(target_modules=["q_proj"]))
+    adapters.merge_and_unload().save_pretrained(tmp_path / "merged")
+    settings = TrainingArguments(str(tmp_path / "output"), report_to=[])
+    trainer = Trainer(trained("merged"), settings)
+    trainer.save_model(str(tmp_path / "saved"))
+    trainer.create_model_card()
+    trainer.save_model()
+    build_tokenizer("bytes").save_pretrained(tmp_path / "saved")
+    convert.main([str(tmp_path / "saved"), "--position-encoding", "rope", "--output", str(tmp_path / "second")])
+    for name in ("converted", "tuned", "again", "merged", "saved", "output", "second"):
+        for _ in range(2):
+            if (tmp_path / name / "README.md").is_file():
+                data = ModelCard.load(tmp_path / name / "README.md").data
+                assert (data.base_model, data.license_name, data.language) == ("someone/model", "own", ["en", "de"]), (
+                    name
+                )
+                assert data.license == "other"
+            # The full card.
+            command.main([str(tmp_path / name)])
+    text = text_of(tmp_path / "tuned")
+    assert "`cope`, made from [`someone/model`](https://huggingface.co/someone/model)." in text
+    assert "Weights: other, as in the card of [`someone/model`]" in text
+    # A licence that is changed by hand is kept.
+    command.main([str(tmp_path / "tuned"), "--licence", "mit"])
+    trained("tuned").save_pretrained(tmp_path / "by hand")
+    assert ModelCard.load(tmp_path / "by hand" / "README.md").data.license == "mit"
+
+
+def test_a_new_model_names_nothing(tmp_path):
+    sizes = {"vocab_size": 258, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    model = WhatWhereLlamaForCausalLM(WhatWhereLlamaConfig(**sizes, num_attention_heads=2))
+    for name in ("new", "loaded"):
+        model.save_pretrained(tmp_path / name)
+        data = ModelCard.load(tmp_path / name / "README.md").data
+        assert (data.license, data.base_model) == (None, None)
+        model = WhatWhereLlamaForCausalLM.from_pretrained(tmp_path / "new")
+    assert json.loads((tmp_path / "loaded" / "config.json").read_text())["origin"] is None
+
+
+def test_the_example_of_a_chat_model(place):
+    run = place / "runs" / "tiny"
+    command.main([str(run)])
+    assert "apply_chat_template" not in text_of(run)
+    tokenizer = build_tokenizer("bytes")
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    tokenizer.save_pretrained(run)
+    command.main([str(run)])
+    (block,) = (one for one in re.findall(r"```python\n(.*?)```", text_of(run), flags=re.DOTALL) if "messages" in one)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(run), AutoTokenizer.from_pretrained(run)
+    exec(block.replace("max_new_tokens=100", "max_new_tokens=2"), {"model": model, "tokenizer": tokenizer})
 
 
 def test_a_generic_card_is_replaced_and_one_by_hand_is_not(place):
@@ -694,10 +764,10 @@ def test_licence_base_model_and_data_of_a_fine_tuned_model():
     assert card.data.datasets == ["me/texts"]
     assert card.data.base_model == "openai-community/gpt2"
     # That of the base model is not known here.
-    assert card.data.license == "unknown"
+    assert card.data.license is None
     # A local folder: the licence that its card states.
     training |= {"base_model": None, "base_folder": "mine", "base_weights_sha256": "0"}
-    assert card_of_run(training).data.license == "unknown"
+    assert card_of_run(training).data.license is None
     card = card_of_run({**training, "licence": "mit"})
     assert card.data.license == "mit"
     assert ", fine-tuned from `mine`" in card.text
@@ -732,8 +802,9 @@ def test_the_licence_of_a_model_of_the_hub(monkeypatch):
     monkeypatch.setattr(ModelCard, "load", load)
     stated = card_metadata("me/source")
     assert stated == {"base_model": "you/first", "license": "other", "license_name": "mine"}
-    conversion = {"source": "me/source", "new": 0, **stated, "base_model": "me/source"}
-    card = model_card(Facts(config=WhatWhereLlamaConfig(), results={}, conversion=conversion), name="x", weights="0")
+    config = WhatWhereLlamaConfig(origin={**stated, "base_model": "me/source"})
+    conversion = {"source": "me/source", "new": 0}
+    card = model_card(Facts(config=config, results={}, conversion=conversion), name="x", weights="0")
     assert (card.data.license, card.data.license_name, card.data.base_model) == ("other", "mine", "me/source")
     assert ", converted from [`me/source`](https://huggingface.co/me/source). It was not trained" in card.text
 
@@ -780,7 +851,7 @@ def test_weights_of_a_text_without_a_licence_have_none():
     assert card.data.license == "apache-2.0"
     training["data"] = {"source": "local", "train_file": "a.txt", "split": "validation"}
     card = card_of_run(training)
-    assert card.data.license == "unknown"
+    assert card.data.license is None
     assert "The licence of the weights is not stated." in card.text
 
 

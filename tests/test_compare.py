@@ -38,11 +38,26 @@ def change(folder, **changes):
 
 
 def compare(capsys, *arguments):
-    """Returns the rows of the printed tables by their first cell, and the other lines."""
+    """Returns the scores of the runs by title, the rows of other tables by their first cell, and the other lines."""
+    count = len([one for one in arguments if isinstance(one, pathlib.Path) and one.is_dir()])
     cli.main(["compare", *map(str, arguments)])
     lines = capsys.readouterr().out.splitlines()
-    rows = [[part.strip() for part in line.strip("|").split("|")] for line in lines if line.startswith("|")]
-    return {row[0]: row[1:] for row in rows}, [line for line in lines if line and not line.startswith("|")]
+    assert max((len(line) for line in lines if line.startswith("|")), default=0) <= 100
+    found, header = {}, []
+    for line, following in zip(lines, [*lines[1:], ""]):
+        cells = [part.strip() for part in line.strip("|").split("|")]
+        if following.startswith("|-"):
+            header = cells
+        elif header and not header[0] and line.startswith("| "):
+            found.setdefault("", []).append(cells[0])
+            for title, text in zip(header[1:], cells[1:]):
+                found.setdefault(title, []).append(text)
+        elif line.startswith("| "):
+            found[cells[0]] = [*found.get(cells[0], []), *cells[1:]]
+        elif ": " in line and not line.startswith(("(!)", "-", "Written")):
+            title, _, text = line.partition(": ")
+            found.setdefault(title, [text] * count)
+    return found, [line for line in lines if line and not line.startswith("|")]
 
 
 def warnings(lines):
@@ -176,6 +191,41 @@ def test_a_card_knows_its_tokenizer_by_the_recipe(runs, tmp_path, capsys, recipe
     assert rows["training loss"][1].endswith(" (!)")
     assert any(reason in line for line in warnings(lines))
     assert ("- not known" in lines) == (recipe is None)
+
+
+def test_seeds_of_one_recipe(tmp_path, capsys):
+    folders = []
+    for seed, value in enumerate((2.0, 3.0, 4.0)):
+        metrics = {"perplexity": {"value": value}}
+        folders.append(run_folder(tmp_path / f"s{seed}", encoding="rope", seed=seed, metrics=metrics))
+        change(folders[-1], seed=seed, recipe={**TRAINING["recipe"], "seed": seed})
+        lengths(folders[-1], 40.0 + seed)
+    other = run_folder(tmp_path / "other", encoding="rope", seed=5)
+    change(other, seed=3, recipe={**TRAINING["recipe"], "seed": 3, "training": {"steps": 78}})
+    rows, lines = compare(capsys, *folders, other)
+    name = "s0, mean of 3 seeds"
+    assert list(dict.fromkeys(rows[""])) == ["s0", "s1", "s2", "other", name]
+    assert rows["perplexity, test"] == [f"{value} per token" for value in ("2", "3", "4", "50.831", "3 ± 1")]
+    assert rows["seed"] == ["0", "1", "2", "3", "0, 1, 2"]
+    assert rows[name][-2:] == ["41.00 ± 1.00", "82.00 ± 2.00"]
+    assert "Mean ± standard deviation over seeds:" in lines
+    # Other evaluated text.
+    change(folders[1], tokens=999)
+    rows, _ = compare(capsys, *folders)
+    assert rows["perplexity, test"][-1] == "-"
+    # The same seed twice is no mean.
+    change(folders[1], seed=0)
+    assert name not in compare(capsys, *folders)[0][""]
+
+
+def test_long_names_and_texts_fit(tmp_path, capsys):
+    """As of the user's own text."""
+    about = {"source": "local", "train_file": ["a" * 60 + ".txt"], "validation_file": ["b" * 70 + ".txt"]}
+    folders = [run_folder(tmp_path / name, data={**about, "split": "validation"}) for name in ("x" * 40, "y" * 40)]
+    change(folders[1], data={**about, "train_file": ["c" * 60 + ".txt"], "split": "validation"})
+    rows, lines = compare(capsys, *folders)
+    assert any(line.startswith(f"trained on, {'y' * 40}: ") for line in lines)
+    assert rows[""][:2] == ["x" * 40, "y" * 40]
 
 
 def test_toy_tasks(tmp_path, capsys):

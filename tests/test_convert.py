@@ -425,7 +425,7 @@ def test_bad_input(tmp_path):
     assert not (tmp_path / "out/config.json").exists()
     build_tokenizer("bytes").save_pretrained(tmp_path / "no_tokenizer")
     main([str(tmp_path / "no_tokenizer"), *options])
-    assert ModelCard.load(tmp_path / "out/README.md").data.license == "unknown"
+    assert ModelCard.load(tmp_path / "out/README.md").data.license is None
     gpt2.vocab_size = 200
     transformers.GPT2LMHeadModel(gpt2).save_pretrained(tmp_path / "smaller")
     build_tokenizer("bytes").save_pretrained(tmp_path / "smaller")

@@ -213,7 +213,7 @@ def test_lora_of_our_own_checkpoint(run, stock, tmp_path, capsys):
     assert AutoModelForCausalLM.from_pretrained(own).config.position_encoding == ["rope", "cope"]
     assert (results["base_model"], results["base_folder"], results["licence"]) == (None, "llama", None)
     card = (own / "README.md").read_text(encoding="utf-8")
-    assert "license: unknown" in card
+    assert "license" not in card.partition("\n---\n")[0]
     assert "the position encoding `rope, cope`, fine-tuned from `llama`" in card
     assert "is not stated; that of `llama` applies." in card
     output, results = run(str(own), "--lora", "--lora-rank", "2", output="lora")

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -156,3 +157,13 @@ def test_a_file_is_no_source(tmp_path):
     file.touch()
     with pytest.raises(ValueError, match=r"x\.gguf' is not valid: it is a file\. Give its folder, .*file x\.gguf"):
         load_source(str(file))
+
+
+def test_what_it_states_is_in_the_card(tmp_path):
+    stated = [("add_license", "apache-2.0"), ("add_languages", ["en", "fr"]), ("add_base_model_count", 1)]
+    stated.append(("add_base_model_repo_url", 0, "https://huggingface.co/someone/model"))
+    write(tmp_path / "source", settings=stated)
+    output = str(tmp_path / "out")
+    main([str(tmp_path / "source"), "--gguf-file", "m.gguf", "--position-encoding", "cope+rope", "--output", output])
+    data = ModelCard.load(tmp_path / "out" / "README.md").data
+    assert (data.license, data.language, data.base_model) == ("apache-2.0", ["en", "fr"], "someone/model")

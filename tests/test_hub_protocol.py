@@ -206,7 +206,7 @@ def test_what_is_saved_is_pushed(hub, author, name, saved):
     assert [one for one, file in commit.files.items() if file.lfs] == ["model.safetensors"]
     card = card_of(hub.repositories[name])
     # Nobody has said which.
-    assert card.data.license == "unknown"
+    assert card.data.license is None
     assert {"whatwhere", "pope", "mine"} <= set(card.data.tags)
     assert f'name = "{name}"' in card.text
     assert card.data.eval_results is None
@@ -259,7 +259,7 @@ def test_the_card_of_the_trainer_is_completed(hub, author, name, saved):
     card = card_of(repository)
     assert card.text.strip() == written.text.strip()
     about = (card.data.license, card.data.library_name, card.data.pipeline_tag)
-    assert about == ("unknown", "transformers", "text-generation")
+    assert about == (None, "transformers", "text-generation")
     assert set(written.data.tags) <= set(card.data.tags)
     # An existing licence is kept.
     author(push_by_trainer, name, license="mit")
@@ -372,7 +372,7 @@ def test_another_process_loads_by_name_and_revision(hub, author, saved, tmp_path
     for token in (False, "hf_other"):
         assert private in found[f"private {token}"]
     *_, last = hub.repositories[shared].commits
-    assert found["info"] == [False, "unknown", "text-generation", last.oid]
+    assert found["info"] == [False, None, "text-generation", last.oid]
     assert last.written == ["decoder.py"]
     # Another host stores the weights: it is sent no token.
     assert not [path for method, path, token in hub.requests if method == "GET" and "/storage/" in path and token]

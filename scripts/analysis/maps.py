@@ -75,8 +75,9 @@ class Maps:
         """Returns an entry per layer and head with mean gates over all pairs j <= i, in total and by kind of key.
 
         `gate_newline` and `gate_heading` are means over keys that are boundaries of this kind, `gate_other` over all
-        others; None without such keys. `gate_deviation` is the standard deviation, over all pairs, of the key's mean
-        gate. `first_position` is the mean over queries of the first token's position.
+        others; None without such keys. `gate_deviation` is the standard deviation of the gates of all pairs: a gate may
+        depend on the key, on the query, or on both. `first_position` is the mean over queries of the first token's
+        position.
         """
         seen = torch.ones(len(self.tokens), len(self.tokens), dtype=torch.bool).tril()
         columns = {kind: torch.tensor([one == kind for one in self.boundaries]) for kind in ("newline", "heading", "")}
@@ -88,15 +89,13 @@ class Maps:
                 for kind, chosen in columns.items():
                     mean = gates[seen & chosen].mean().item() if chosen.any() else None
                     entry[f"gate_{kind or 'other'}"] = mean
-                counts = torch.arange(len(self.tokens), 0, -1)
-                means = gates.sum(0) / counts
-                entry["gate_deviation"] = ((means - entry["gate"]).square() * counts / counts.sum()).sum().sqrt().item()
+                entry["gate_deviation"] = gates[seen].std(correction=0).item()
                 entry["first_position"] = self.positions[row, column, :, 0].double().mean().item()
                 entries.append(entry)
         return entries
 
     def most_selective(self) -> dict[str, Any]:
-        """Returns the entry of `summary` whose gates differ most between tokens, by `gate_deviation`."""
+        """Returns the entry of `summary` whose gates differ most, by `gate_deviation`."""
         return max(self.summary(), key=lambda entry: entry["gate_deviation"])
 
 

@@ -14,6 +14,7 @@ from huggingface_hub import ModelCard
 
 from ...model_card import (
     NO_RESULTS,
+    base_links,
     card_data,
     card_head,
     card_tags,
@@ -31,6 +32,10 @@ from ..evaluation.results import markdown_table
 from .metadata import datasets_of, eval_results, licence_of, unit_text
 from .sample import generation
 
+CHAT = """messages = [{"role": "user", "content": "What is a position encoding?"}]
+inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+output = model.generate(**inputs, max_new_tokens=100)
+print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))"""
 HERE = "the id of this repository, or the path of this folder"
 
 
@@ -42,9 +47,10 @@ class Facts:
         results: from `read_results`; empty for a model without measurements.
         place: the output folder of training; None if the weights are in the card's folder.
         has_tokenizer: whether there is a tokenizer beside the weights.
+        has_chat_template: whether the tokenizer has one.
         is_adapter: whether the weights are a LoRA adapter (peft).
         conversion: of weights that were converted and not trained since: what `conversion.json` says, the numbers of
-            `parameters` and of `new` ones, and `card_metadata`.
+            `parameters` and of `new` ones.
         compared: entries of other cards for the first length results, measured on the same text.
         figure, recipe_file: names of files beside the card.
     """
@@ -53,6 +59,7 @@ class Facts:
     results: Mapping[str, Any]
     place: str | None = None
     has_tokenizer: bool = False
+    has_chat_template: bool = False
     is_adapter: bool = False
     conversion: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     compared: Sequence[Mapping[str, Any]] = ()
@@ -86,11 +93,11 @@ class Facts:
         names = self.run.get("base_model")
         if self.conversion and not self.conversion.get("source_weights_sha256"):
             names = self.conversion["source"]
-        if names:
-            names = [names] if isinstance(names, str) else names
-            return ", ".join(f"[`{name}`](https://huggingface.co/{name})" for name in names)
-        folder = self.run.get("base_folder") or self.conversion.get("source")
-        return _code_span(folder) if folder else ""
+        folder = None if names else self.run.get("base_folder") or self.conversion.get("source")
+        if folder:
+            return _code_span(folder)
+        names = names or (not self.run and (self.config.origin or {}).get("base_model"))
+        return base_links(names) if names else ""
 
 
 def model_card(facts: Facts, *, name: str, weights: str, given: Mapping[str, Any] | None = None) -> ModelCard:
@@ -100,17 +107,14 @@ def model_card(facts: Facts, *, name: str, weights: str, given: Mapping[str, Any
         weights: their fingerprint.
         given: metadata that a user has given, see `given_metadata`.
     """
-    config, conversion = facts.config, facts.conversion
+    config = facts.config
     blocks = [*_lengths(facts), *_metrics(facts), *_tasks(facts)]
-    known = {**conversion, "licence": conversion.get("license", "unknown")} if conversion else facts.run
+    known = _known(facts)
     found = eval_results(facts.results, facts.tasks, config.vocab_size)
     metadata = card_data(
         config,
-        license=licence_of(known),
-        license_name=known.get("license_name"),
-        license_link=known.get("license_link"),
+        **known,
         library_name="peft" if facts.is_adapter else "transformers",
-        base_model=known.get("base_model"),
         datasets=datasets_of(facts.data) or None,
         metrics=sorted({result.metric_type for result in found}) or None,
         tags=[*card_tags(config), *(["lora"] if facts.is_adapter else [])],
@@ -131,7 +135,7 @@ def model_card(facts: Facts, *, name: str, weights: str, given: Mapping[str, Any
             "Training": [*_training(facts)],
             "Evaluation": [*blocks[1:], *_commands(facts.results)],
             "Limitations": ["\n".join(f"- {line}" for line in _limitations(facts))],
-            "Licence": [*_licences(facts, licence_text(metadata.license))],
+            "Licence": [*_licences(facts, metadata.license)],
         },
         has_code=facts.place is None and not facts.is_adapter,
     )
@@ -184,7 +188,8 @@ def _kind(facts: Facts) -> str:
 
 def _summary(facts: Facts, *, has_results: bool) -> str:
     data, conversion = facts.data, facts.conversion
-    text = f", {'converted' if conversion else 'fine-tuned'} from {facts.base}" if facts.base else ""
+    made = "converted" if conversion else "fine-tuned" if facts.run else "made"
+    text = f", {made} from {facts.base}" if facts.base else ""
     origin = facts.run.get("base_conversion") or {}
     # A base model on the Hub is the source itself.
     before = [] if facts.run.get("base_model") or not origin else [f"converted from {_code_span(origin['source'])}"]
@@ -329,6 +334,8 @@ def _notes(facts: Facts) -> Iterator[str]:
         yield f"It prints:\n\n{_fenced(text, 'text')}"
         if facts.data.get("kind") == "text" and facts.data.get("prompt"):
             yield "The prompt is from the held-out text."
+    if facts.has_chat_template:
+        yield f"The tokenizer has a chat template:\n\n{_fenced(CHAT, 'python')}"
     if facts.place:
         time = f" ({run['seconds'] / 60:,.1f} minutes, device `{run['device']}`)" if run.get("seconds") else ""
         yield (
@@ -467,20 +474,28 @@ def _limitations(facts: Facts) -> Iterator[str]:
     elif data.get("kind") == "symbols":
         yield "It generates symbols of its own tokenizer, and can reproduce its training data."
     elif facts.base:
-        only = "" if facts.conversion else "This card describes the fine-tuning only. "
+        only = "" if facts.conversion or not facts.run else "This card describes the fine-tuning only. "
         yield f"{only}For the data and the limits of {facts.base}, see its card."
     else:
         yield "It was not trained to follow instructions or for safety, and can reproduce its training text."
 
 
-def _licences(facts: Facts, licence: str) -> Iterator[str]:
+def _known(facts: Facts) -> dict[str, Any]:
+    """Returns the metadata of the base model and the licence: of a run, or of what the weights were made from."""
+    if not facts.run:
+        return dict(facts.config.origin or {})
+    known = {key: facts.run.get(key) for key in ("base_model", "license_name", "license_link")}
+    return {**known, "license": licence_of(facts.run)}
+
+
+def _licences(facts: Facts, licence: Any) -> Iterator[str]:
     """Yields the licence of the weights, and those of the data."""
-    if licence == "unknown":
+    if not licence:
         yield "The licence of the weights is not stated" + (f"; that of {facts.base} applies." if facts.base else ".")
     elif facts.base:
-        yield f"Weights: {licence}, as in the card of {facts.base}."
+        yield f"Weights: {licence_text(licence)}, as in the card of {facts.base}."
     else:
-        yield f"Code, weights and this card: {licence}."
+        yield f"Code, weights and this card: {licence_text(licence)}."
     titles: dict[str, str] = {}
     for one in facts.data.get("described", {}).values():
         titles.setdefault(one["title"].replace(HELD_OUT, ""), one["licence"] or "not known")

@@ -21,7 +21,7 @@ from ...model_card import (
     is_template,
     read_card,
 )
-from ..conversion.record import card_metadata, conversion_of
+from ..conversion.record import conversion_of
 from ..errors import Refused
 from ..evaluation.checkpoints import checked_loading
 from ..evaluation.curves import curves_figure
@@ -78,7 +78,8 @@ def write_card(folder: str | pathlib.Path, *, name: str | None = None, licence: 
                 f"name={name!r} has no effect: {str(path)!r} is a card of the Trainer or TRL, and keeps its text."
             )
         complete_data(old, config)
-        old.data["license"] = licence or old.data["license"]
+        if licence is not None:
+            old.data["license"] = licence
         old.save(path)
         return path
     about = read_json(folder / "card.json") if (folder / "card.json").is_file() else None
@@ -96,6 +97,7 @@ def write_card(folder: str | pathlib.Path, *, name: str | None = None, licence: 
         config=config,
         results=results,
         has_tokenizer=has_tokenizer,
+        has_chat_template=_has_chat_template(folder),
         figure=f"{figure}.png" if figure and (folder / f"{figure}.png").is_file() else None,
         compared=compared,
         recipe_file="recipe.yaml" if (folder / "recipe.yaml").is_file() else None,
@@ -112,6 +114,12 @@ def write_card(folder: str | pathlib.Path, *, name: str | None = None, licence: 
     card = model_card(facts, name=name or folder.resolve().name, weights=weights, given=given)
     write_text(path, str(card))
     return path
+
+
+def _has_chat_template(folder: pathlib.Path) -> bool:
+    tokenizer = folder / "tokenizer_config.json"
+    inside = tokenizer.is_file() and bool(read_json(tokenizer).get("chat_template"))
+    return inside or (folder / "chat_template.jinja").is_file()
 
 
 def replaced_card(folder: pathlib.Path) -> tuple[Any, Any]:
@@ -172,13 +180,13 @@ def _has_results(folder: pathlib.Path) -> bool:
 
 
 def _conversion(folder: pathlib.Path, config: Any) -> dict[str, Any]:
-    """Returns what `whatwhere convert` recorded in a folder, and the metadata of its card; empty without a record."""
+    """Returns what `whatwhere convert` recorded in a folder; empty without a record."""
     if not (record := conversion_of(folder)):
         return {}
     with torch.device("meta"):
         model: Any = transformers.AutoModelForCausalLM.from_config(config)
     new = sum(one.numel() for name, one in model.named_parameters() if name in record["new_parameters"])
-    return {**record, "parameters": model.num_parameters(), "new": new, **card_metadata(str(folder))}
+    return {**record, "parameters": model.num_parameters(), "new": new}
 
 
 def _compared(folder: pathlib.Path, name: str, own: Mapping[str, Any]) -> list[dict[str, Any]]:

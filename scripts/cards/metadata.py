@@ -14,11 +14,14 @@ def unit_text(unit: str, vocabulary: int) -> str:
 
 
 def licence_of(training: Mapping[str, Any]) -> Any:
-    """Returns the licence of weights: the one in the results, or Apache-2.0 if trained from scratch on known text."""
+    """Returns the licence of weights: the one in the results, or Apache-2.0 if trained from scratch on known text.
+
+    None if it is not known.
+    """
     if not training or training.get("licence") or training.get("base_model") or training.get("base_weights_sha256"):
-        return training.get("licence") or "unknown"
+        return training.get("licence")
     texts = describe_data(training["data"])["described"].values()
-    return "apache-2.0" if all(text["licence"] for text in texts) else "unknown"
+    return "apache-2.0" if all(text["licence"] for text in texts) else None
 
 
 def eval_results(results: Mapping[str, Any], tasks: Mapping[str, Any], vocabulary: int) -> list[EvalResult]:

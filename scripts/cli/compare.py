@@ -5,7 +5,7 @@
 Prints tables, the differences of the recipes (not of speed, memory and logs), and what is not comparable. A score is
 compared with that of the first folder that has it. If the two were not measured in the same way (text, tokenizer,
 tokens, limits), it is marked, and the reason is printed. Lengths that were measured on other tokens get a separate
-table and figure.
+table and figure. Runs of one recipe with different seeds also get a row with the mean and the standard deviation.
 """
 
 import argparse

@@ -83,7 +83,7 @@ def run_maps(options: argparse.Namespace, loading: Loading, origin: dict[str, An
     return (
         f"{maps.table(summary)}\nText: {source}.\n"
         f"The page opens at layer {first['layer']}, head {first['head']}, the most selective head "
-        "(the largest standard deviation over tokens of their mean gates)."
+        "(the largest standard deviation of its gates)."
     )
 
 

@@ -4,6 +4,7 @@ import hashlib
 import itertools
 import json
 import pathlib
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,8 +16,7 @@ from ..evaluation.checkpoints import check_finished, names_of
 from ..evaluation.curves import curves_figure, read_curves
 from ..evaluation.data_description import curves_title, describe_data, loss_unit, measured_text, text_of
 from ..evaluation.figures import save_figure
-from ..evaluation.length_report import draw, heading, remove_numbered_figures
-from ..evaluation.length_report import table as length_table
+from ..evaluation.length_report import draw, heading, remove_numbered_figures, table_rows
 from ..evaluation.results import markdown_table, own_entries, read_json, result_files, results_of
 from ..writing import check_writable
 
@@ -27,6 +27,8 @@ _NOTES = ("described", "example", "kind", "prompt", "splits")
 _NAMES = ("files", "held_out_part")
 # Keys of a toy task's recipe that say which samples are scored, and how.
 _TASK = ("loss", "task_parameters", "test_samples", "test_sets", "validation_samples")
+# Columns of text: wider tables are divided, and longer texts of a run get a line of their own.
+WIDTH, LONG = 100, 40
 # Differences of digests, in words.
 _WORDS = {"train_sha256": "other training text", "tokens_sha256": "other evaluated text"}
 
@@ -80,19 +82,33 @@ def read_run(folder: pathlib.Path, name: str, shared: Mapping[str, Mapping[str, 
     return ModelResults(name, weights, results, training, recipe, encoding, about)
 
 
-def scores(run: ModelResults, tokenizer: Any) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yields rows of the table: title, text, and how it was measured, if that matters; all but the lengths."""
+class Score(NamedTuple):
+    """A cell of the table: a text, how it was measured, if that matters, and the number in it, with its format."""
+
+    text: str
+    how: Mapping[str, Any]
+    value: float | None = None
+    form: str = ""
+
+
+def number(value: float, form: str, how: Mapping[str, Any], more: str = "") -> Score:
+    """Returns a cell with a number; `form` is as in "{:.5g} nats", and `more` follows it."""
+    return Score(form.format(value) + more, how, value, form)
+
+
+def scores(run: ModelResults, tokenizer: Any) -> Iterator[tuple[str, Score]]:
+    """Yields title and cell of each score of a run, all but the lengths."""
     training, recipe, data = run.training, run.recipe, run.training.get("data", {})
     per = loss_unit(training)
-    yield "encoding", run.encoding, {}
+    yield "encoding", Score(run.encoding, {})
     if data:
-        yield "trained on", describe_data(data)["described"]["train"]["title"], {}
-        yield "evaluated on", text_of(data), {}
+        yield "trained on", Score(describe_data(data)["described"]["train"]["title"], {})
+        yield "evaluated on", Score(text_of(data), {})
     for key in FACTS:
         if (value := training.get(key)) is not None:
             title = "sequence length" if key == "length" else key.replace("_", " ")
             shown = ", ".join(value) if isinstance(value, list) else str(value)
-            yield title, f"{value:,}" if isinstance(value, int) else shown, {}
+            yield title, Score(f"{value:,}" if isinstance(value, int) else shown, {})
     splits = data.get("splits") or {}
     text = {key: value for key, value in data.items() if key not in _NOTES and value is not None}
     text |= {key: recipe[key] for key in ("train_file", "validation_file") if recipe.get(key)}
@@ -111,21 +127,21 @@ def scores(run: ModelResults, tokenizer: Any) -> Iterator[tuple[str, str, dict[s
         ("validation loss", curves["validation"], {**text, "validation": splits.get("validation")}),
     ):
         if rows:
-            yield title, f"{rows[-1]['loss']:.5g} nats per {per}", how
+            yield title, number(rows[-1]["loss"], f"{{:.5g}} nats per {per}", how)
     text |= {"text": splits.get(data.get("split")), "tokens": training.get("tokens")}
     text["tokens_sha256"] = training.get("tokens_sha256")
     metrics = dict(training.get("metrics", {}))
     for name, errors in metrics.pop("test_sets", {}).items():
-        yield f"wrong answer tokens, {name}", f"{errors['token_error']:.2%}", text
+        yield f"wrong answer tokens, {name}", number(errors["token_error"], "{:.2%}", text)
     for metric, score in metrics.items():
         unit = {"loss": f" nats per {per}", "perplexity": f" per {per}"}.get(metric, "")
-        yield f"{metric.replace('_', ' ')}, {data['split']}", f"{score['value']:.5g}{unit}", text
+        yield f"{metric.replace('_', ' ')}, {data['split']}", number(score["value"], "{:.5g}" + unit, text)
     for name, task in run.results.get("lm_eval", {}).get("tasks", {}).items():
         how = {key: task.get(key) for key in ("version", "shots", "split", "samples", "limit", "data")}
         for metric, score in task["metrics"].items():
             error = "" if score["standard_error"] is None else f" ± {score['standard_error']:.3g}"
             first = "" if how["limit"] is None else f" (first {how['limit']} questions)"
-            yield f"{name}, {metric}", f"{score['value']:.4g}{error}{first}", how
+            yield f"{name}, {metric}", number(score["value"], "{:.4g}", how, error + first)
 
 
 def tokenizers(runs: Sequence[ModelResults]) -> list[dict[str, Any]]:
@@ -162,23 +178,80 @@ def titles_of(rows: Sequence[str]) -> str:
 
 
 def table(runs: Sequence[ModelResults]) -> tuple[str, list[str]]:
-    """Returns the table, one column for each run, and the reasons for its marks."""
-    columns = []
-    for run, tokenizer in zip(runs, tokenizers(runs)):
-        columns.append({title: (text, how) for title, text, how in scores(run, tokenizer)})
-    rows, reasons = [["", *(run.name for run in runs)]], dict[str, list[str]]()
-    for title in dict.fromkeys(itertools.chain(*columns)):
-        found = [(run.name, *column[title]) for run, column in zip(runs, columns) if title in column]
-        first, _, basis = found[0]
-        texts = dict.fromkeys((run.name for run in runs), "-")
-        for name, text, how in found:
-            changed = reasons_for(basis, how)
-            texts[name] = text + " (!)" * bool(changed)
+    """Returns the table, one row for each run and each recipe with several seeds, and the reasons for its marks."""
+    rows = [dict(scores(run, tokenizer)) for run, tokenizer in zip(runs, tokenizers(runs))]
+    columns, reasons = dict[str, list[str]](), dict[str, list[str]]()
+    groups = seeds_of(runs)
+    for title in dict.fromkeys(itertools.chain(*rows)):
+        found = [(run.name, row[title]) for run, row in zip(runs, rows) if title in row]
+        first, basis = found[0]
+        texts, unequal = dict.fromkeys((run.name for run in runs), "-"), set()
+        for name, score in found:
+            changed = reasons_for(basis.how, score.how)
+            texts[name] = score.text + " (!)" * bool(changed)
             if changed:
+                unequal.add(name)
                 reason = f"of {name}: not comparable with {first}: {changed}."
                 reasons.setdefault(reason, []).append(title)
-        rows.append([title, *texts.values()])
-    return markdown_table(rows, aligned=True), [f"{titles_of(titles)} {text}" for text, titles in reasons.items()]
+        for name, members in groups.items():
+            cells = [row[title] for run, row in zip(runs, rows) if run in members and title in row]
+            same = not unequal & {run.name for run in members} and len(cells) == len(members)
+            texts[name] = over_seeds(cells) if same else "-"
+        columns[title] = list(texts.values())
+    names = [*(run.name for run in runs), *groups]
+    return layout(names, columns), [f"{titles_of(titles)} {text}" for text, titles in reasons.items()]
+
+
+def seeds_of(runs: Sequence[ModelResults]) -> dict[str, list[ModelResults]]:
+    """Returns the runs of one recipe with different seeds, two or more, by the name of their row."""
+    groups: dict[str, list[ModelResults]] = {}
+    for run in runs:
+        origin = [run.training.get(key) for key in ("base_model", "base_weights_sha256")]
+        recipe = {key: value for key, value in run.recipe.items() if key != "seed"}
+        about = json.dumps([run.encoding, origin, recipe or run.name], sort_keys=True, default=str)
+        groups.setdefault(about, []).append(run)
+    return {
+        f"{group[0].name}, mean of {len(group)} seeds": group
+        for group in groups.values()
+        if len({run.training.get("seed") for run in group}) == len(group) > 1
+    }
+
+
+def over_seeds(cells: Sequence[Score]) -> str:
+    """Returns mean and standard deviation of numbers; or the text, if it is the same for all; or all texts."""
+    values = [cell.value for cell in cells if cell.value is not None]
+    if len(values) < len(cells):
+        return ", ".join(dict.fromkeys(cell.text for cell in cells))
+    form = cells[0].form
+    start, unit = form[: form.index("}") + 1], form[form.index("}") + 1 :]
+    spread = start.replace(".5g", ".2g").replace(".4g", ".2g").format(statistics.stdev(values))
+    return f"{start.format(statistics.mean(values))} ± {spread}{unit}"
+
+
+def layout(names: Sequence[str], columns: Mapping[str, Sequence[str]]) -> str:
+    """Returns what is the same for all as lines, and the rest as tables with a row for each name."""
+    lines, long, shown = [], [], []
+    for title, texts in columns.items():
+        known = [text for text in texts if text != "-"]
+        if len(known) == len(texts) and len(set(texts)) == 1:
+            lines.append(f"{title}: {texts[0]}")
+        elif max(map(len, texts)) > LONG:
+            long += [f"{title}, {name}: {text}" for name, text in zip(names, texts)]
+        else:
+            shown.append([title, *texts])
+    rows = zip(["", *names], *shown)
+    return "\n\n".join(filter(None, ["\n".join(lines), "\n".join(long), divided([list(row) for row in rows])]))
+
+
+def divided(rows: Sequence[Sequence[str]]) -> str:
+    """Returns Markdown tables of so many columns as fit in `WIDTH`, each with the first; empty without others."""
+    first, *columns = zip(*rows)
+    tables: list[list[Sequence[str]]] = []
+    for column in columns:
+        if not tables or 1 + sum(max(map(len, one)) + 3 for one in (*tables[-1], column)) > WIDTH:
+            tables.append([first])
+        tables[-1].append(column)
+    return "\n\n".join(markdown_table([list(row) for row in zip(*one)], aligned=True) for one in tables)
 
 
 def lengths(runs: Sequence[ModelResults]) -> tuple[dict[str, tuple[str, list[dict[str, Any]]]], list[str]]:
@@ -211,6 +284,26 @@ def lengths(runs: Sequence[ModelResults]) -> tuple[dict[str, tuple[str, list[dic
     return tables, warnings
 
 
+def lengths_over_seeds(
+    entries: Sequence[dict[str, Any]], groups: Mapping[str, Sequence[ModelResults]]
+) -> list[list[str]]:
+    """Returns the rows of a table of mean perplexities of runs of one recipe, by length; none without such runs."""
+    lengths = sorted({cell["length"] for entry in entries for cell in entry["cells"]})
+    rows = [["model", *(f"{length:,}" for length in lengths)]]
+    for name, members in groups.items():
+        for variant in dict.fromkeys(entry["variant"] for entry in entries):
+            names = {run.name for run in members}
+            mine = [one for one in entries if one["name"] in names and one["variant"] == variant]
+            row = [name + (f", {variant}" if variant else "")]
+            for length in lengths:
+                cells = [cell for one in mine for cell in one["cells"] if cell["length"] == length and cell["reached"]]
+                values = [cell["perplexity"] for cell in cells if cell["perplexity"] is not None]
+                spread = f"{statistics.mean(values):,.2f} ± {statistics.stdev(values):,.2f}" if len(values) > 1 else ""
+                row.append(spread if len(values) == len(names) else "-")
+            rows += [row] if len(mine) == len(names) else []
+    return rows if len(rows) > 1 else []
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line."""
     options = parser().parse_args(arguments)
@@ -226,7 +319,9 @@ def main(arguments: list[str] | None = None) -> None:
     by_length, warnings = lengths(runs)
     print(text)
     for title, entries in by_length.values():
-        print(f"\n{heading(entries, title)}:\n\n{length_table(entries)}")
+        print(f"\n{heading(entries, title)}:\n\n{divided(table_rows(entries))}")
+        if means := lengths_over_seeds(entries, seeds_of(runs)):
+            print(f"\nMean ± standard deviation over seeds:\n\n{divided(means)}")
     for run in runs[1:]:
         if not (runs[0].recipe and run.recipe):
             changed = ["not known"]

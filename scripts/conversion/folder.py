@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig
 from transformers.utils import cached_file
 
-from whatwhere.model_card import LICENCE_KEYS, read_card, sign, weights_fingerprint
+from whatwhere.model_card import weights_fingerprint
 from whatwhere.position_plan import check_name
 
 from ..data.prepared import file_sha256
@@ -20,7 +20,7 @@ from ..data.tokenize import gguf_options, load_tokenizer, why_not_loaded
 from ..evaluation.checkpoints import check_vocabulary, checked_loading
 from ..writing import check_writable, write_json, writing
 from .encoding import convert
-from .record import RECORD, card_metadata, prompt_of
+from .record import RECORD, prompt_of
 from .source import check_gguf, load_source
 
 # In the output, until it is complete.
@@ -62,7 +62,7 @@ def convert_folder(
     check_vocabulary(source, tokenizer, model.config)
     if rope_parameters is not None:
         fit_tokenizer(tokenizer, model)
-    local, prompt, origin = None, None, source
+    local, prompt = None, None
     if os.path.isdir(source):
         folder = Path(source).resolve()
         local = weights_fingerprint(folder) if gguf_file is None else file_sha256(folder / gguf_file)
@@ -81,7 +81,6 @@ def convert_folder(
         with writing(output):
             model.save_pretrained(draft)
             tokenizer.save_pretrained(draft)
-            _complete_metadata(draft, origin)
             write_json(draft / RECORD, record)
         # Without config.json it does not load: a part is never taken for a model.
         for file in sorted(draft.iterdir(), key=lambda file: file.name == "config.json"):
@@ -89,20 +88,6 @@ def convert_folder(
     finally:
         shutil.rmtree(output / DRAFT, ignore_errors=True)
     return model, new, dropped
-
-
-def _complete_metadata(folder: Path, source: str) -> None:
-    """Adds the source to the model card in a folder, and its licence if the source's card states one."""
-    card: Any
-    mark: Any
-    card, mark = read_card(folder)
-    known = card_metadata(source)
-    # The Hub takes ids only; the source of a folder is known if it was made from one.
-    if not os.path.isdir(source):
-        known["base_model"] = source
-    card.data["base_model"] = known.get("base_model")
-    given = {key: known[key] for key in LICENCE_KEYS if key in known}
-    sign(card.data, card.text[: mark.start()], mark["weights"], given).save(folder / "README.md")
 
 
 def fit_tokenizer(tokenizer: Any, model: Any) -> None:

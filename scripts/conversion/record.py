@@ -9,6 +9,7 @@ from huggingface_hub import ModelCard
 from huggingface_hub.errors import HfHubHTTPError
 from transformers.utils import logging
 
+from ...model_card import ORIGIN_KEYS
 from ..evaluation.results import read_json
 
 logger = logging.get_logger(__name__)
@@ -32,7 +33,7 @@ def conversion_of(folder: Path) -> dict[str, Any]:
 
 
 def card_metadata(source: str) -> dict[str, Any]:
-    """Returns `base_model` and the keys of the licence in a checkpoint's card."""
+    """Returns what a checkpoint's card states of `ORIGIN_KEYS`: base model, licence and languages."""
     local = os.path.isdir(source)
     path = os.path.join(source, "README.md") if local else source
     known: dict[str, Any] = {}
@@ -41,5 +42,4 @@ def card_metadata(source: str) -> dict[str, Any]:
             known = ModelCard.load(path, ignore_metadata_errors=True).data.to_dict()
         except (OSError, ValueError, HfHubHTTPError, yaml.YAMLError) as error:
             logger.warning(f"The card of {source!r} cannot be read, so its licence is not known: {error}")
-    keys = ("base_model", "license", "license_name", "license_link")
-    return {key: known[key] for key in keys if isinstance(known.get(key), (str, list))}
+    return {key: known[key] for key in ORIGIN_KEYS if isinstance(known.get(key), (str, list))}

@@ -20,6 +20,7 @@ from whatwhere import WhatWhereLlamaConfig, WhatWhereLlamaForCausalLM
 
 from ..evaluation.checkpoints import checked_loading
 from ..families import FAMILIES, model_class
+from .record import card_metadata
 
 logger = logging.get_logger(__name__)
 
@@ -48,8 +49,13 @@ def load_source(source: str, gguf_file: str | None = None) -> Any:
     `gguf_file` is the name of a GGUF file in it, whose weights are dequantised to float32.
     """
     check_gguf(source, gguf_file)
-    if gguf_file is not None:
-        return _load_gguf(source, gguf_file)
+    model = _load_stock(source) if gguf_file is None else _load_gguf(source, gguf_file)
+    stated = card_metadata(source) | ({} if os.path.isdir(source) else {"base_model": source})
+    model.config.origin = {**(model.config.origin or {}), **stated} or None
+    return model
+
+
+def _load_stock(source: str) -> Any:
     with checked_loading(source):
         scaling = PreTrainedConfig.get_config_dict(source)[0].get("rope_scaling") or {}
         if scaling.get("rope_type", scaling.get("type")) == "su":
@@ -127,7 +133,29 @@ def _load_gguf(source: str, gguf_file: str) -> Any:
             "GGUF. Give the checkpoint that it was made from."
         )
     translated = _translated(source, config)
-    return _converted(source, translated, _load(AutoModelForCausalLM, source, config=config, gguf_file=path))
+    model = _converted(source, translated, _load(AutoModelForCausalLM, source, config=config, gguf_file=path))
+    model.config.origin = _gguf_metadata(path)
+    return model
+
+
+def _gguf_metadata(path: str) -> dict[str, Any]:
+    """Returns what a GGUF file states of a card's metadata: licence, languages and base model."""
+    import gguf
+
+    fields = gguf.GGUFReader(path).fields
+
+    def value(name: str) -> Any:
+        return fields[name].contents() if name in fields else None
+
+    address = str(value("general.base_model.0.repo_url") or "").removeprefix("https://huggingface.co/")
+    found = {
+        "base_model": address if re.fullmatch(r"[\w.-]+/[\w.-]+", address) else None,
+        "language": value("general.languages"),
+        "license": value("general.license"),
+        "license_name": value("general.license.name"),
+        "license_link": value("general.license.link"),
+    }
+    return {key: one for key, one in found.items() if one}
 
 
 def _unread(path: str, config: Any) -> list[str]:

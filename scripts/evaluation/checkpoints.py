@@ -31,7 +31,7 @@ from .results import read_json
 # lm-eval's max_length (tokens) for models without a limit: longer than any question.
 MAX_LENGTH = 1 << 17
 # Fields of configurations that change nothing of what a model computes; the precision is an option here.
-_IMMATERIAL = {"_name_or_path", "auto_map", "dtype", "transformers_version"}
+_IMMATERIAL = {"_name_or_path", "auto_map", "dtype", "origin", "transformers_version"}
 
 # Of the library for HTTP, which is another one in each version of huggingface_hub.
 NETWORK_ERROR: Any = HfHubHTTPError.__bases__[0]

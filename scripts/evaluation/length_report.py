@@ -54,13 +54,18 @@ def text_of(cell: dict[str, Any] | None, metric: str) -> str:
 
 def table(entries: Sequence[dict[str, Any]], *, metric: str = "perplexity", aligned: bool = True) -> str:
     """Returns the table, one row per checkpoint and variant, one column per window (in tokens), in Markdown."""
+    return markdown_table(table_rows(entries, metric=metric), aligned=aligned)
+
+
+def table_rows(entries: Sequence[dict[str, Any]], *, metric: str = "perplexity") -> list[list[str]]:
+    """Returns the rows of `table`, the heads of the columns first."""
     lengths = sorted({cell["length"] for entry in entries for cell in entry["cells"]})
     rows = [["model", "encoding", "trained at", *(f"{length:,}" for length in lengths)]]
     for entry in entries:
         cells = {cell["length"]: cell for cell in entry["cells"]}
         row = [label(entry), encoding_text(entry["position_encoding"] or "stock"), f"{entry['trained_length']:,}"]
         rows.append(row + [text_of(cells.get(length), metric) for length in lengths])
-    return markdown_table(rows, aligned=aligned)
+    return rows
 
 
 def comparable(entries: Sequence[dict[str, Any]], metric: str) -> list[list[dict[str, Any]]]:
