@@ -14,6 +14,7 @@ from .position_rope import ALL_KEYS, unused_keys
 
 logger = logging.get_logger(__name__)
 
+PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
 # Keywords of `from_pretrained` that locate files.
 _LOCATION = ("cache_dir", "local_files_only", "token", "revision", "subfolder")
 
@@ -70,9 +71,9 @@ def _move_pro_block(config_dict: dict[str, Any]) -> None:
 def convert_config(config_dict: dict[str, Any], *, stock: bool) -> None:
     """Changes the dictionary of a configuration file, in place, to one that this version could have written.
 
-    Drops, with a warning, what files may hold and a new configuration may not: negative token ids, keys of
-    `rope_parameters` that the type does not use, and `partial_rotary_factor` where the stock model ignores it. The
-    `rope_parameters` of a `stock` model may have keys that are not known here.
+    Drops, with a warning, what files may hold and a new configuration may not: negative token ids, a
+    `problem_type` that is none, keys of `rope_parameters` that the type does not use, and `partial_rotary_factor` where
+    the stock model ignores it. The `rope_parameters` of a `stock` model may have keys that are not known here.
     """
     for field in ("rope_parameters", "rope_scaling"):
         if not isinstance(given := config_dict.get(field), dict):
@@ -94,5 +95,10 @@ def convert_config(config_dict: dict[str, Any], *, stock: bool) -> None:
         if len(kept) < len(ids):
             config_dict[field] = kept or None
             logger.warning(f"{field}={value!r} of the checkpoint: a negative number is no token id and is dropped.")
+    problem = config_dict.get("problem_type")
+    if problem is not None and problem not in PROBLEM_TYPES:
+        del config_dict["problem_type"]
+        allowed = ", ".join(map(repr, PROBLEM_TYPES))
+        logger.warning(f"problem_type={problem!r} of the checkpoint is not valid and is dropped. Allowed: {allowed}.")
     if not stock and config_dict.get("_weights_version", 1) < 3:
         _move_pro_block(config_dict)

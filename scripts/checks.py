@@ -4,6 +4,7 @@ Subclasses of `Checked` declare fields; rules across fields go into `problems`. 
 path, its value and what is allowed.
 """
 
+import difflib
 import operator
 import typing
 from collections.abc import Iterator, Mapping
@@ -36,6 +37,11 @@ class Checked(pydantic.BaseModel):
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yields (field, reason) for problems across fields that are valid separately."""
+        yield from ()
+
+    @classmethod
+    def inner_keys(cls) -> Iterator[str]:
+        """Yields keys inside of fields that are mappings, such as `model.hidden_size`, to suggest them."""
         yield from ()
 
     @classmethod
@@ -115,7 +121,7 @@ def _messages(cls: type[Checked], found: pydantic.ValidationError, path: str) ->
                 messages[f"{field}: {reason}"] = f"{field}={value!r} is not valid: {reason}."
             continue
         if entry["type"] == "extra_forbidden":
-            message = f"unknown key {name!r} (given: {entry['input']!r}). {suggest(names[-1], owner.model_fields)}"
+            message = f"unknown key {name!r} (given: {entry['input']!r}). {_meant(cls, owner, names, path)}"
         elif entry["type"] == "missing":
             if names[-1] != entry["loc"][-1]:
                 name += f".{entry['loc'][-1]}"
@@ -129,6 +135,31 @@ def _messages(cls: type[Checked], found: pydantic.ValidationError, path: str) ->
             messages[key] = f"{messages[key][:-1]}, or {entry['ctx']['expected']}."
         messages.setdefault(key, message)
     return list(messages.values())
+
+
+def _meant(cls: type[Checked], owner: type[Checked], names: list[str], path: str) -> str:
+    """Returns the end of the message for an unknown key: the nearest key there or, if none is near, in other places."""
+    *places, last = names
+    text = suggest(last, owner.model_fields)
+    near = difflib.get_close_matches(last.lower(), owner.model_fields, n=1)
+    others = {key.rpartition(".")[2]: key for key in _keys(cls)}
+    if near:
+        found = ".".join([*places, near[0]])
+    elif further := difflib.get_close_matches(last.lower(), others, n=1, cutoff=0.8):
+        found = others[further[0]]
+    else:
+        return text
+    return f"Did you mean {path + found!r}? {text[text.index('Allowed: ') :]}"
+
+
+def _keys(cls: type[Checked]) -> Iterator[str]:
+    """Yields the keys of a class, and those inside of them: `training.steps`."""
+    yield from cls.inner_keys()
+    for name, field in cls.model_fields.items():
+        inner = _innermost(field.annotation)
+        if isinstance(inner, type) and issubclass(inner, Checked) and typing.get_origin(field.annotation) is not dict:
+            yield from (f"{name}.{key}" for key in _keys(inner))
+        yield name
 
 
 def _innermost(annotation: Any) -> Any:

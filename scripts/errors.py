@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from ..position_registration import imported_files
 from .extras import explain
+from .writing import why_not_written
 
 # Commands that do not repeat what they have finished, and the options for that.
 _CONTINUED = {"prepare": [], "demo": [], "reproduce": [], "benchmark": ["--resume"]}
@@ -76,3 +77,8 @@ def reported(name: str, arguments: list[str]) -> Iterator[None]:
                 arguments, advice = [*arguments, *more], "Continue with"
             print(f"{str(stop).strip() or 'interrupted'}. {advice}: {launched([name, *arguments])}", file=sys.stderr)
         sys.exit(128 + getattr(stop, "number", signal.SIGINT))
+    except Exception as error:
+        # Libraries raise exceptions of their own on a full disk.
+        if (reason := why_not_written(error)) is None:
+            raise
+        sys.exit(f"error: a file cannot be read or written: {reason}.")

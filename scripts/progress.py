@@ -1,14 +1,15 @@
 """The progress of long work: a bar on a terminal, plain lines in a log."""
 
+import contextlib
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from tqdm.auto import tqdm
 
-# Seconds before the first line in a log, and between two lines.
-FIRST_LINE, NEXT_LINE = 10.0, 30.0
+# Seconds before the first line in a log, and between two lines; and between two states on a bar.
+FIRST_LINE, NEXT_LINE, NEXT_STATE = 10.0, 30.0, 0.5
 
 
 class Progress:
@@ -24,12 +25,17 @@ class Progress:
         self._in_log = shown and self.bar.disable
         self._begun, self._first = time.monotonic(), done
         self._next_line = self._begun + FIRST_LINE
+        self._next_state = self._begun
 
     def advance(self, count: float = 1, state: Callable[[], str] | None = None) -> None:
-        """Counts completed units; `state` returns what a line says instead of their number."""
+        """Counts completed units; `state` returns what a line says instead of their number, and the bar beside it."""
         self.done += count
-        self.bar.update(count)
         now = time.monotonic()
+        # A state may wait for the device.
+        if state is not None and not self.bar.disable and now >= self._next_state:
+            self._next_state = now + NEXT_STATE
+            self.bar.set_postfix_str(state(), refresh=False)
+        self.bar.update(count)
         if not self._in_log or now < self._next_line or self.done <= self._first:
             return
         self._next_line = now + NEXT_LINE
@@ -52,6 +58,21 @@ class Progress:
 
     def __exit__(self, *error: Any) -> None:
         self.close()
+
+
+@contextlib.contextmanager
+def without_bars() -> Iterator[None]:
+    """Shows no bars of `datasets` for what is not a data set of the user: texts in files, and generated samples."""
+    import datasets
+
+    if not datasets.is_progress_bar_enabled():
+        yield
+        return
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        datasets.enable_progress_bars()
 
 
 def describe_seconds(seconds: float) -> str:

@@ -1,13 +1,18 @@
 """Files are replaced atomically: readers see the old content or the new one, never a part."""
 
 import contextlib
+import errno
 import json
 import os
+import re
 import tempfile
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+# Of a full disk, a quota, a limit of the size of files, and a file system that only allows to read.
+_REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
 @contextlib.contextmanager
@@ -44,6 +49,27 @@ def write_json(file: str | os.PathLike[str], content: Mapping[str, Any]) -> None
         raise ValueError(f"{file.name} is not written: a number is not finite: {error}") from error
     file.parent.mkdir(parents=True, exist_ok=True)
     write_text(file, text)
+
+
+def why_not_written(error: BaseException) -> str | None:
+    """Returns the reason if the operating system refused to write a file, as on a full disk; None for other errors."""
+    if isinstance(error, OSError):
+        return error.strerror if error.errno in _REFUSED else None
+    # The libraries `safetensors` and `tokenizers` raise exceptions of their own.
+    if found := re.search(r"([^:]+) \(os error \d+\)", str(error)):
+        return found[1].strip()
+    return why_not_written(error.__cause__) if error.__cause__ else None
+
+
+@contextlib.contextmanager
+def writing(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Raises an OSError with the path if the operating system refuses to write a file there, as on a full disk."""
+    try:
+        yield
+    except Exception as error:
+        if (reason := why_not_written(error)) is None:
+            raise
+        raise OSError(f"{str(path)!r} cannot be written: {reason}.") from error
 
 
 def check_writable(folder: str | os.PathLike[str]) -> None:

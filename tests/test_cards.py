@@ -948,7 +948,12 @@ def test_mistakes(place, monkeypatch, refuses):
         (*card, "--results", "nothing.json", "nothing.json"),
         (*card, "--results", "length_none.json", "length_none.json"),
         ("runs/tiny", "runs/other", "--name", "x", "--name needs a single RUN"),
-        ("runs/tiny", "--licence", "Apache 2", "licence='Apache 2'"),
+        (
+            "runs/tiny",
+            "--licence",
+            "Apache 2",
+            "licence='Apache 2' is not valid: it must be an identifier of the Hub. Did you mean 'apache-2.0'?",
+        ),
         ("runs/tiny", "--results", "length_none.json", "length_none.json"),
         ("--output", "model_cards", "--licence", "mit", "need a RUN"),
         ("--output", "empty", "output='empty'"),

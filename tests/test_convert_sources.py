@@ -220,3 +220,29 @@ def test_rope_is_added_with_the_base_of_the_source(tmp_path):
     model, *_ = convert(source, "cope")
     model.save_pretrained(tmp_path / "cope")
     assert "rope_parameters" not in json.loads((tmp_path / "cope" / "config.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("problem_type", "text-classification"),
+        ("attn_implementation", "flash_attention_2"),
+        ("_attn_implementation", "flash_attention_2"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["llama", "mistral", "ours"])
+def test_fields_of_the_source_that_do_not_matter(tmp_path, kind, field, value):
+    """They are dropped with a warning, and the model computes the same."""
+    config = SOURCES["mistral"][0] if kind == "mistral" else transformers.LlamaConfig(**FIELDS)
+    stock_folder(config, torch.float32, tmp_path)
+    if kind == "ours":
+        load_source(str(tmp_path)).save_pretrained(tmp_path)
+    expected = logits(load_source(str(tmp_path)), 8)
+    content = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**content, field: value}))
+    with CaptureLogger(logging.get_logger("whatwhere")) as said:
+        model = load_source(str(tmp_path))
+    assert f"{field}={value!r}" in said.out
+    torch.testing.assert_close(logits(model, 8), expected)
+    model.save_pretrained(tmp_path / "saved")
+    assert not {field, "attn_implementation"} & {*json.loads((tmp_path / "saved" / "config.json").read_text())}

@@ -334,6 +334,7 @@ BROKEN = {
     "missing": ('{"other": "x"}', "has no text_field='text', but 'other'"),
     "nul": ('{"text": "a\\u0000b"}', "a document contains NUL characters"),
     "surrogate": ('{"text": "a\\ud800b"}', "surrogates not allowed"),
+    "twice": ('{"text": "a", "id": 1, "text": "b"}', "line 3 of '1.jsonl' has the key 'text' more than once"),
     "cut": ('{"text": "abc', "cannot be read: line 3 is not valid JSON: Unterminated string starting, character 10"),
 }
 
@@ -384,6 +385,31 @@ def test_parquet_files(tmp_path, monkeypatch, kind, streaming):
         return
     with pytest.raises(ValueError, match=message):
         list(read()["train"])
+
+
+def test_a_key_twice_in_an_entry_of_an_array(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    # Only the row's own keys count.
+    (tmp_path / "a.json").write_text('[{"text": "a", "about": {"x": 1, "x": 2}},\n {"text": "b", "text": "c"}]')
+    with pytest.raises(ValueError, match=r"entry 2 of 'a\.json' has the key 'text' more than once"):
+        source.load_text("local", train_file="a.json")
+
+
+@pytest.mark.parametrize("name", ["A.TXT", "A.JSONL", "A.Jsonl.GZ", "A.PARQUET", "A.Raw"])
+@pytest.mark.parametrize("streaming", [False, True], ids=["copied", "streamed"])
+def test_endings_in_upper_case(tmp_path, monkeypatch, name, streaming):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "v.txt").write_text("held out")
+    (tmp_path / "texts").mkdir()
+    file = tmp_path / "texts" / name
+    if name.endswith("PARQUET"):
+        parquet.write_table(pa.table({"text": ["abc"]}), file)
+    else:
+        content = b'{"text": "abc"}\n' if "JSON" in name.upper() else b"abc"
+        file.write_bytes(gzip.compress(content) if name.endswith("GZ") else content)
+    for entry in (f"texts/{name}", "texts"):
+        loaded = source.load_text("local", train_file=entry, validation_file="v.txt", streaming=streaming)
+        assert documents_of(loaded["train"]) == ["abc"]
 
 
 @pytest.mark.parametrize("streaming", [False, True], ids=["copied", "streamed"])

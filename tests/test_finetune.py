@@ -505,12 +505,33 @@ def test_tokens_that_are_not_the_checkpoints_are_noticed(run, stock, tmp_path, c
     assert heard.index("warning:") < heard.index("reading and tokenising the data")
 
 
+def test_a_special_token_beyond_the_embedding(run, stock, tmp_path):
+    """No text has it: fine-tuning, conversion and evaluation take it."""
+    source, text = tmp_path / "padded", tmp_path / "text.txt"
+    LlamaForCausalLM.from_pretrained(stock["llama"]).save_pretrained(source)
+    tokenizer = AutoTokenizer.from_pretrained(stock["llama"])
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    tokenizer.save_pretrained(source)
+    assert len(tokenizer) == 1 + LlamaConfig.from_pretrained(source).vocab_size
+    commands = {
+        "finetune": ["--train-file", str(text), "--sequence-length", "24", "--steps", "1", "--batch-size", "2"],
+        "convert": ["--position-encoding", "cope"],
+        "length": ["--validation-file", str(text), "--windows", "8"],
+    }
+    # In a text, it is text.
+    text.write_text("how now brown [PAD] cow, " * 60)
+    for name, options in commands.items():
+        cli.main([name, str(source), *options, "--output", str(tmp_path / name)])
+
+
 def test_bad_checkpoints(run, tmp_path, stock, capsys):
     with pytest.raises(ValueError, match=r"checkpoint=.*config\.json' is not valid: it is a file\. Allowed: a folder"):
         run(f"{stock['llama']}/config.json")
-    LlamaForCausalLM(LlamaConfig.from_pretrained(stock["llama"], vocab_size=257)).save_pretrained(tmp_path / "smaller")
+    LlamaForCausalLM(LlamaConfig.from_pretrained(stock["llama"], vocab_size=200)).save_pretrained(tmp_path / "smaller")
     AutoTokenizer.from_pretrained(stock["llama"]).save_pretrained(tmp_path / "smaller")
-    with pytest.raises(ValueError, match=r"tokenizer=.*smaller' is not valid: it has 258 tokens"):
+    with pytest.raises(
+        ValueError, match=r"checkpoint=.*smaller' .* has 257 tokens, the model has 200.*_embeddings\(257"
+    ):
         run(str(tmp_path / "smaller"))
     LlamaForCausalLM(LlamaConfig.from_pretrained(stock["llama"])).save_pretrained(tmp_path / "weights")
     with pytest.raises(ValueError, match=r"^checkpoint=.*weights' is not valid: it has no tokenizer\. Give .*--tok.*$"):

@@ -19,7 +19,8 @@ import yaml
 pytest.importorskip("peft", reason='needs pip install "whatwhere[train]"')
 
 from huggingface_hub import ModelCard
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM
 
 import whatwhere_cli as cli
@@ -38,7 +39,9 @@ from runs import (
     write_texts,
 )
 from tiny import slow_but
-from whatwhere.scripts.errors import TrainingError
+from whatwhere.scripts.cards import folder as cards
+from whatwhere.scripts.conversion import folder as conversion
+from whatwhere.scripts.errors import TrainingError, reported
 from whatwhere.scripts.training import loop
 from whatwhere.scripts.training.checkpoint import Checkpoints
 from whatwhere.scripts.training.loop import TrainingRun, train
@@ -439,6 +442,37 @@ def test_resume_from_an_earlier_checkpoint(finished, copied, data_dir):
     assert sorted(path.name for path in (copied / "checkpoints").iterdir()) == ["step-00000004", "step-00000006"]
 
 
+@pytest.mark.parametrize("command", ["train", "finetune"])
+@pytest.mark.parametrize("place", ["card", "sample", "results"])
+def test_ctrl_c_after_the_last_step(stock, data_dir, tmp_path, monkeypatch, capsys, command, place):
+    """The command that is advised finishes the run."""
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(recipe(training__steps=2).resolved()))
+    (tmp_path / "a.txt").write_text("how now brown cow, " * 100)
+    sizes = ["--steps", "2", "--sequence-length", "24", "--batch-size", "2"]
+    begun = {
+        "train": [str(tmp_path / "tiny.yaml"), "--data-dir", str(data_dir)],
+        "finetune": [stock, "--train-file", str(tmp_path / "a.txt"), *sizes],
+    }[command]
+
+    def interrupted(*arguments, **options):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            *{"card": (cards, "model_card"), "sample": (cards, "take_sample"), "results": (loop, "_commit")}[place],
+            interrupted,
+        )
+        with pytest.raises(SystemExit) as stop:
+            cli.main([command, *begun, "--output", str(tmp_path / "run")])
+    assert stop.value.code == 128 + signal.SIGINT
+    advice = capsys.readouterr().err.splitlines()[-1]
+    assert advice.startswith("SIGINT received: interrupted. Continue with: whatwhere "), advice
+    cli.main(shlex.split(advice.partition(": whatwhere ")[2]))
+    card = (tmp_path / "run/README.md").read_text(encoding="utf-8")
+    assert "No results are recorded" not in card
+    assert "bits per byte" in card
+
+
 def test_no_checkpoint_is_whole(copied, data_dir):
     for file in copied.rglob("shard-*"):
         file.unlink()
@@ -473,6 +507,57 @@ def test_full_disk(finished, data_dir, tmp_path, monkeypatch):
     assert [path.name for path in (output / "checkpoints").iterdir()] == ["step-00000002"]
     train(changed, output, resume=True, data_dir=data_dir)
     assert_same_run(output, finished[0])
+
+
+@pytest.fixture
+def full_disk():
+    """Files of more than 1 KB cannot be written: what the libraries raise is what they raise on a full disk."""
+    (soft, hard) = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def write_weights(folder):
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({"weight": torch.zeros(1000)}, folder / "model.safetensors")
+
+
+def write_tokenizer(folder):
+    tokenizer = Tokenizer.from_str(
+        '{"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "vocab": {}, "merges": []}}'
+    )
+    tokenizer.add_tokens([f"{number:020}" for number in range(100)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def write_plain(folder):
+    (folder / "file").write_bytes(bytes(2000))
+
+
+@pytest.mark.parametrize("write", [write_weights, write_tokenizer, write_plain])
+def test_a_full_disk_is_no_traceback(full_disk, tmp_path, write):
+    with pytest.raises(SystemExit, match="File too large"), reported("convert", []):
+        write(tmp_path)
+    checkpoints = Checkpoints(RunFolder(tmp_path), keep=2, timeout=0)
+    with pytest.raises(TrainingError, match="cannot be written: File too large"), checkpoints.writing(tmp_path):
+        write(tmp_path)
+
+
+def test_convert_on_a_full_disk(stock, refused, monkeypatch, request, tmp_path):
+    load = conversion.convert_checkpoint
+
+    def then_the_disk_is_full(*arguments, **options):
+        found = load(*arguments, **options)
+        request.getfixturevalue("full_disk")
+        # Otherwise the first file of code is too large.
+        monkeypatch.setattr(type(found[0]), "save_pretrained", lambda self, folder: write_weights(folder))
+        return found
+
+    monkeypatch.setattr(conversion, "convert_checkpoint", then_the_disk_is_full)
+    message = refused("convert", stock, "--position-encoding", "cope", "--output", tmp_path / "out")
+    assert message == f"error: {str(tmp_path / 'out')!r} cannot be written: File too large."
+    assert list((tmp_path / "out").iterdir()) == []
 
 
 def test_checkpoints_are_written_in_the_background(tmp_path, monkeypatch):

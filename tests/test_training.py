@@ -1,5 +1,6 @@
 """The training loop: toy tasks, processes, accumulation, records, and what it refuses."""
 
+import io
 import itertools
 import json
 import math
@@ -114,6 +115,25 @@ def test_seed_decides_the_run(finished, data_dir, tmp_path):
     assert metrics(tmp_path / "same") == metrics(finished[0])
     train(recipe(seed=1), tmp_path / "other", data_dir=data_dir)
     assert metrics(tmp_path / "other")[0]["loss"] != metrics(finished[0])[0]["loss"]
+
+
+def test_bars_on_a_terminal(tmp_path, monkeypatch):
+    """That of training has the loss; libraries show none for what we generate, load and save."""
+
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    written = Terminal()
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(recipe().resolved()))
+    write_texts(tmp_path)
+    with (tmp_path / "train.jsonl").open("a") as file:
+        file.write('{"text": "so that no copy of it is known"}\n')
+    monkeypatch.setattr(sys, "stderr", written)
+    cli.main(["train", str(tmp_path / "tiny.yaml"), "--data-dir", str(tmp_path), "--output", str(tmp_path / "run")])
+    names = {line.partition(":")[0].strip() for line in re.split(r"[\r\n]", written.getvalue()) if "%|" in line}
+    assert {"tiny"} <= names <= {name for name in names if name.startswith(("tiny", "tokenising"))}
+    assert re.search(r"tiny: .*tokens/s, step \d of 6, loss \d\.\d+\]", written.getvalue())
 
 
 def test_progress_in_a_log(data_dir, tmp_path, monkeypatch, capsys):
@@ -801,7 +821,10 @@ def test_a_mixture_does_not_train_on_what_is_held_out(tmp_path, capsys):
     ("arguments", "message"),
     [
         (["no_such_recipe"], "error: recipe 'no_such_recipe'"),
-        (["demo_rope", "--set", "training.stepps=1"], "Did you mean 'steps'"),
+        (["demo_rope", "--set", "training.stepps=1"], "Did you mean 'training.steps'? Allowed: 'act"),
+        (["demo_rope", "--set", "steps=1"], "Did you mean 'training.steps'? Allowed: 'data', "),
+        (["demo_rope", "--set", "position_encoding=pope"], "Did you mean 'model.position_encoding'?"),
+        (["demo_rope", "--set", "evaluation.batchsize=1"], "Did you mean 'training.batch_size'?"),
         (["demo_rope", "--set", "data.source=local", "--set", "data.splits={train: a, validation: b}"], "--data-dir"),
         (
             ["demo_rope", "--train-file", "no.txt"],

@@ -1,18 +1,4 @@
-"""Speed and memory of attention and of models. Only providers that pass a check of their results are timed.
-
-    whatwhere benchmark --quick                              # on a laptop: a minute; without --quick about ten
-    whatwhere benchmark --lengths 1024,4096 --threads 2
-    whatwhere benchmark --device cuda --minutes 5            # `whatwhere gpu-check` checks the kernels first
-    whatwhere benchmark --device cuda --providers cope-triton-half,pope-triton --lengths 4096
-
-Parts: `attention` and `model`, with ratios to RoPE + SDPA (on a GPU its fastest backend) and to the stock Llama;
-`data`, which measures `whatwhere prepare` and reading (15 minutes and 5 GB in a temporary folder, with --quick two
-minutes; the other options have no effect); `serving`, which compares vLLM, where it is installed, and `generate_batch`
-with `generate`.
-
-All rows are appended to --output (CSV); a row without a time has the reason. The exit code is 1 if a check failed.
-docs/kernels.md lists the providers, and says how they are checked and timed.
-"""
+"""`whatwhere benchmark`: its help is in `cli/benchmark.py`."""
 
 import argparse
 import contextlib
@@ -20,7 +6,6 @@ import functools
 import gc
 import itertools
 import os
-import pathlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +13,8 @@ from typing import Any
 
 import torch
 
-from ..parsers import command_parser
+from whatwhere_cli.benchmark import DEVICE_TOKENS, DEVICE_WIDTH, parser
+
 from .attention import BASELINES, DIRECTIONS, FIRST, FOREIGN, HOST_PROVIDERS, MORE, PROVIDERS, Workload, tiles_note
 from .data import benchmark_data
 from .kernel_tiles import measured
@@ -37,9 +23,6 @@ from .models import MODELS, STOCK, Models, model_runs
 from .report import Report, Result, device_name, is_failure, missing, versions
 from .serving import benchmark_serving
 
-DTYPES = ("float32", "bfloat16", "float16", "float64")
-# On a GPU: the hidden size (which determines the number of heads), the tokens of a batch, and lengths.
-DEVICE_WIDTH, DEVICE_TOKENS = 2048, 16384
 DEVICE_LENGTHS = [4096, 16384, 65536, 1024, 2048, 8192, 32768, 512]
 # Providers that would take longer at one length are left out.
 PROVIDER_SECONDS = {"cpu": float("inf"), "cuda": 12.0}
@@ -195,42 +178,9 @@ def within(context: Callable[[], Any], function: Callable[[], Any]) -> Callable[
 # The command.
 
 
-def parse_lengths(text: str) -> list[int]:
-    """Returns the lengths in a comma-separated list; an `argparse` type."""
-    parts = text.split(",")
-    if not all(part.strip().isdigit() and int(part) > 0 for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r} is not valid: comma-separated positive integers, such as 1024,4096")
-    return [int(part) for part in parts]
-
-
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Reads the command line, and sets defaults that depend on the device."""
-    parser = command_parser("benchmark", "[OPTIONS]", __doc__)
-    names = functools.partial(str.split, sep=",")
-    parser.add_argument("--parts", type=names, default="attention,model", help="comma-separated; default %(default)s")
-    parser.add_argument("--providers", type=names, help="only these (and the baseline)")
-    parser.add_argument("--directions", type=names, help="of attention; on a CPU two by default")
-    parser.add_argument(
-        "--lengths", type=parse_lengths, help="default 1024,4096; with --quick 256; on a GPU 512 to 65536"
-    )
-    parser.add_argument("--model-lengths", type=parse_lengths, help="default: as --lengths; on a GPU the first two")
-    parser.add_argument("--batch", type=int, help=f"default 2; on a GPU {DEVICE_TOKENS} / length, at least 1")
-    parser.add_argument("--heads", type=int, help=f"default 4; on a GPU {DEVICE_WIDTH} / head dim")
-    parser.add_argument("--head-dim", type=parse_lengths, dest="head_dims", help="default 64; on a GPU 64,128")
-    parser.add_argument("--layers", type=int, default=4, help="layers of the models")
-    parser.add_argument("--dtype", choices=DTYPES, help="default float32; on a GPU bfloat16")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--threads", type=int, help="CPU threads; default: PyTorch's")
-    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: CPU time, for a shared machine")
-    parser.add_argument("--repeats", type=int, help="default 5 (serving: 3); with --quick 2 (1); on a GPU 3 to 50")
-    parser.add_argument("--minutes", type=float, help="start no measurement after this time")
-    parser.add_argument(
-        "--tiles", type=pathlib.Path, help="measure tile sizes, and write them here for WHATWHERE_TILES"
-    )
-    parser.add_argument("--resume", action="store_true", help="do not repeat what --output has from the same state")
-    parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("runs/benchmark.csv"))
-    parser.add_argument("--quick", action="store_true", help="one short length, two repeats")
-    parsed = parser.parse_args(arguments)
+    parsed = parser().parse_args(arguments)
     known = {
         "parts": ("attention", "model", "data", "serving"),
         "providers": (*PROVIDERS, *MODELS),
@@ -239,16 +189,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     for name, allowed in known.items():
         unknown = set(getattr(parsed, name) or ()) - set(allowed)
         if unknown:
-            parser.error(f"--{name}: {sorted(unknown)!r} is not valid; allowed: {', '.join(map(repr, allowed))}")
-    for name in ("batch", "heads", "layers", "repeats", "threads", "minutes"):
-        value = getattr(parsed, name)
-        if value is not None and not value > 0:
-            parser.error(f"--{name}={value!r} is not valid: it must be greater than 0")
+            parser().error(f"--{name}: {sorted(unknown)!r} is not valid; allowed: {', '.join(map(repr, allowed))}")
     cuda = parsed.device == "cuda"
     if cuda and not torch.cuda.is_available():
-        parser.error("--device='cuda' is not valid here: PyTorch finds no CUDA device; allowed: 'cpu'")
-    if cuda and parsed.clock == "cpu":
-        parser.error("--clock='cpu' is for --device cpu; allowed here: 'wall'")
+        parser().error("--device='cuda' is not valid here: PyTorch finds no CUDA device; allowed: 'cpu'")
     parsed.lengths = parsed.lengths or ([256] if parsed.quick else DEVICE_LENGTHS if cuda else [1024, 4096])
     parsed.model_lengths = parsed.model_lengths or (parsed.lengths[:2] if cuda else parsed.lengths)
     parsed.head_dims = parsed.head_dims or ([64, 128] if cuda else [64])

@@ -237,7 +237,7 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     info = pathlib.Path("/proc/cpuinfo")
-    found = re.search(r"model name\s*: (.*)", info.read_text()) if info.exists() else None
+    found = re.search(r"model name\s*: (.*)", info.read_text(encoding="utf-8")) if info.exists() else None
     return found[1] if found else platform.processor() or platform.machine()
 
 

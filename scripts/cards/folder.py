@@ -1,6 +1,7 @@
 """Writes the card of a model folder from the results files in it."""
 
 import contextlib
+import difflib
 import os
 import pathlib
 import re
@@ -32,6 +33,13 @@ from ..processes import is_first_process
 from ..writing import write_json, write_text
 from .content import Facts, model_card
 from .sample import generation, take_sample
+
+# Some identifiers of the Hub, to suggest them.
+_LICENCES = (
+    *("apache-2.0", "mit", "bsd-2-clause", "bsd-3-clause", "gpl-2.0", "gpl-3.0", "lgpl-3.0", "agpl-3.0", "mpl-2.0"),
+    *("cc0-1.0", "cc-by-4.0", "cc-by-sa-4.0", "cc-by-nc-4.0", "cc-by-nc-sa-4.0", "unlicense", "openrail", "llama2"),
+    *("llama3", "gemma", "other", "unknown"),
+)
 
 
 def write_card(folder: str | pathlib.Path, *, name: str | None = None, licence: str | None = None) -> pathlib.Path:
@@ -131,7 +139,9 @@ def replaced_card(folder: pathlib.Path) -> tuple[Any, Any]:
 def check_licence(licence: str | None) -> None:
     """Raises Refused for a licence that is not an identifier of the Hub."""
     if licence is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", licence):
-        raise Refused(f"licence={licence!r} is not valid: it must be an identifier of the Hub, like 'apache-2.0'.")
+        near = difflib.get_close_matches(licence.lower(), _LICENCES, n=1)
+        meant = f"Did you mean {near[0]!r}?" if near else "Examples: 'apache-2.0', 'mit', 'cc-by-4.0'."
+        raise Refused(f"licence={licence!r} is not valid: it must be an identifier of the Hub. {meant}")
 
 
 def with_new_licence(given: dict[str, Any], licence: str | None) -> dict[str, Any]:

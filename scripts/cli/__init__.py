@@ -1,7 +1,7 @@
 """The command `whatwhere`, which imports and runs a sub-command.
 
 It is imported as `whatwhere_cli`: the import of the package, which registers the models with the Auto classes, takes
-seconds.
+seconds. The parsers of the sub-commands lie beside this file, for the same reason.
 """
 
 import difflib
@@ -92,12 +92,22 @@ def _run(arguments: list[str]) -> int:
         near = difflib.get_close_matches(name.lower(), _MODULES, n=1)
         meant = f"Did you mean {near[0]!r}? " if near else ""
         sys.exit(f"error: command={name!r} is not valid. {meant}Allowed: {', '.join(map(repr, sorted(_MODULES)))}.")
+    # Before the package is imported: mistakes are found, and help is printed, at once.
+    try:
+        importlib.import_module(f"whatwhere_cli.{name.replace('-', '_')}").parser().parse_args(rest)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
     from transformers.utils import logging
 
     from whatwhere.scripts.errors import reported
 
+    # Those of loading weights say nothing to a user; this also disables those of downloads.
+    downloads = sys.stderr.isatty() and not are_progress_bars_disabled()
+    logging.disable_progress_bar()
+    if downloads:
+        enable_progress_bars()
     if not sys.stderr.isatty():
-        logging.disable_progress_bar()
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     with reported(name, rest):
         for file in files:

@@ -1,42 +1,4 @@
-"""Analyses trained checkpoints, with figures as PNG and SVG and an interactive HTML page.
-
-    whatwhere analysis frequencies runs/rope runs/pope
-    whatwhere analysis deltas runs/pope
-    whatwhere analysis maps runs/cope --validation-file article.txt --tokens 256
-
-A checkpoint is a folder or a Hub id; a GPU is used if there is one.
-
-frequencies: mean norms of queries and keys per frequency and layer (PoPE, Figures 3 to 6), for rope, pope and sums with
-rope, on the first ten of Shakespeare's sonnets, or on every document of --validation-file. A norm is the length of two
-rotated channels (rope), or the magnitude of one (pope), as the mean over tokens and heads.
-  table: checkpoint, side (queries or keys), and the share of the highest quarter of frequencies in the sum of norms, as
-    the mean over layers (0.25 if all norms are equal).
-  frequencies.json: for each checkpoint its kind (rope or pope), the number of tokens, layers, frequencies (radians per
-    token, highest first), wavelengths (tokens), queries and keys (the norms by layer and frequency), and
-    queries_highest_quarter and keys_highest_quarter (the share of the table by layer).
-
-deltas: the learned phase shifts of a PoPE model, with their mean and their range; "at a bound" are those at 0 or -2 pi.
-  deltas.json: delta_init (how they started), layers, frequencies (radians per token), wavelengths (tokens), deltas
-    (radians by layer, head and frequency), mean, smallest, largest, at_bounds (the share at a bound), and outside (the
-    share whose weight is outside of the bounds, where the model reflects it).
-
-maps: gates, positions and position attention on a text (CoPE, Figures 4 and 6), for cope, sums with cope, cope_alibi,
-cope_mlp and token_gated_cope, on the first --tokens tokens of a short English article, or of the first document of
---validation-file; of all layers and heads, or those of --layers and --heads. maps.html opens without a server: hovering
-over a token shows which tokens it counts.
-  table, by layer and head: gate (the mean over all queries and the keys that they see), gate_newline, gate_heading and
-    gate_other (the mean over keys with a newline, over first keys of a section's title, and over the rest; empty if
-    there are none), gate_deviation (the standard deviation of the mean gates of keys: high if some tokens are counted
-    and others are not), and first_position (of the first token, as the mean over queries).
-  maps.json: tokens and token_ids, boundaries (of each token: "newline", "heading" or nothing), layers, heads,
-    last_position (the largest position that the model has), and summary (the table).
-  maps.safetensors: gates, positions, position_attention (of positions alone; the largest weight of a query is 1) and
-    attention (of the model), float32 (layers, heads, queries, keys), 0 for keys after the query.
-
-A document is a text file, a line of a jsonl file or a row of a parquet file, as in training.
-
-Figures are PNG and SVG; the JSON files contain the numbers, the command, the date and the versions.
-"""
+"""`whatwhere analysis`: its help is in `cli/analysis.py`."""
 
 import argparse
 import pathlib
@@ -44,12 +6,13 @@ from typing import Any
 
 from safetensors.torch import save_file
 
+from whatwhere_cli.analysis import parser
+
 from ..analysis import deltas, frequencies, maps, page, texts
 from ..data.sonnets import SONNETS, sonnets
 from ..evaluation.checkpoints import Loading, choose_device
 from ..evaluation.results import provenance
-from ..parsers import add_own_text, command_parser
-from ..writing import check_writable, write_json
+from ..writing import check_writable, write_json, writing
 
 COMMAND = "analysis"
 
@@ -61,17 +24,6 @@ def describe(checkpoint: str, config: Any) -> dict[str, Any]:
         "model_type": config.model_type,
         "position_encoding": getattr(config, "position_encoding", None),
     }
-
-
-def parse_indices(text: str) -> list[int]:
-    """Returns the numbers of a list such as `0,3,8-11`; an `argparse` type."""
-    found: list[int] = []
-    for part in text.split(","):
-        first, _, last = part.partition("-")
-        found.extend(range(int(first), int(last or first) + 1))
-    if not found:
-        raise ValueError("the list is empty")
-    return found
 
 
 def run_frequencies(options: argparse.Namespace, loading: Loading, origin: dict[str, Any]) -> str:
@@ -123,7 +75,8 @@ def run_maps(options: argparse.Namespace, loading: Loading, origin: dict[str, An
     fields |= {"token_ids": ids[0].tolist(), "last_position": found.last, "summary": summary}
     write_json(options.output / "maps.json", {**about, "text": source, **fields, **origin})
     (options.output / "maps.html").write_text(content, encoding="utf-8")
-    save_file({kind: getattr(found, kind) for kind in maps.KINDS}, options.output / "maps.safetensors")
+    with writing(tensors := options.output / "maps.safetensors"):
+        save_file({kind: getattr(found, kind) for kind in maps.KINDS}, tensors)
     for kind in maps.KINDS:
         maps.draw(found, kind, options.output / kind, name=about["name"], text=f"{source}, {len(tokens)} tokens")
     first = found.most_selective()
@@ -134,40 +87,17 @@ def run_maps(options: argparse.Namespace, loading: Loading, origin: dict[str, An
     )
 
 
+RUNS = {"frequencies": run_frequencies, "deltas": run_deltas, "maps": run_maps}
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line."""
-    parser = command_parser(COMMAND, "frequencies|deltas|maps CHECKPOINT [OPTIONS]", __doc__ or "")
-    shared = argparse.ArgumentParser(add_help=False)
-    about: dict[str, Any] = {
-        "parents": [shared],
-        "epilog": f"Columns of tables and contents of files: whatwhere {COMMAND} --help",
-    }
-    shared.add_argument("checkpoint", nargs="+", metavar="CHECKPOINT", help="a folder or a Hub id")
-    shared.add_argument(
-        "--output", type=pathlib.Path, default="analysis", metavar="DIR", help="for the files (default %(default)s)"
-    )
-    shared.add_argument("--device", help="default: the GPU if there is one")
-    shared.add_argument("--trust-remote-code", action="store_true", help="run the code in the checkpoint's folder")
-    commands = parser.add_subparsers(prog=f"whatwhere {COMMAND}", dest="command", required=True, metavar="COMMAND")
-    one = commands.add_parser("frequencies", **about, help="norms of queries and keys per frequency and layer")
-    one.set_defaults(run=run_frequencies)
-    add_own_text(one, "default: ten sonnets of Shakespeare")
-    one = commands.add_parser("deltas", **about, help="the learned phase shifts of PoPE")
-    one.set_defaults(run=run_deltas)
-    one = commands.add_parser("maps", **about, help="gates, positions and attention of CoPE on a text")
-    one.set_defaults(run=run_maps)
-    add_own_text(one, "default: a short article in English")
-    one.add_argument("--tokens", type=int, default=128, metavar="N", help="maximum number (default %(default)s)")
-    one.add_argument("--layers", type=parse_indices, metavar="LIST", help="such as 0,3,8-11; default: all")
-    one.add_argument("--heads", type=parse_indices, metavar="LIST", help="such as 0,3,8-11; default: all")
-    options = parser.parse_args(arguments)
-    if options.command != "frequencies" and len(options.checkpoint) > 1:
-        parser.error(f"{options.command} takes one CHECKPOINT.")
+    options = parser().parse_args(arguments)
     check_writable(options.output)
     loading = Loading(
         device=choose_device(options.device),
         attn_implementation="eager" if options.command == "maps" else None,
         trust_remote_code=options.trust_remote_code,
     )
-    print(options.run(options, loading, provenance(COMMAND, arguments)))
+    print(RUNS[options.command](options, loading, provenance("analysis", arguments)))
     print(f"Files: {options.output}")

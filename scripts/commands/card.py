@@ -1,19 +1,4 @@
-"""Write model cards from results files: next to the weights, or in separate folders.
-
-    whatwhere card demo/pope
-    whatwhere card runs/mine --name you/your-model --licence mit
-    whatwhere card runs/rope runs/pope --results results/length_pg19.json
-    whatwhere card runs/rope runs/pope --output model_cards --results results/length_pg19.json
-    whatwhere card --output model_cards    # rewrite all cards, and their list in README.md, if it has one
-
-A card's folder contains `config.json`, `recipe.yaml`, the results files of its weights (`results.json`, `length.json`,
-`length_*.json`, `lm_eval.json`, `sample.json`), `curves.json` (a thinned `metrics.jsonl`), one figure, and `card.json`
-with the place of the weights. `--results` adds measurements of several checkpoints: each folder gets its own entries,
-and cards in one folder also show those of the others that were measured on the same text. Metadata
-that were given or changed by hand are kept, such as the licence; a card with edited text is refused. Absolute paths in
-recorded commands are shortened to their last part. Cards of the papers' tables (`whatwhere reproduce --cards`) are
-rewritten, too.
-"""
+"""`whatwhere card`: its help is in `cli/card.py`."""
 
 import collections
 import pathlib
@@ -24,6 +9,8 @@ from typing import Any
 
 import yaml
 
+from whatwhere_cli.card import parser
+
 from ...model_card import encoding_text, weights_fingerprint
 from ..cards.content import headline
 from ..cards.folder import replaced_card, write_card
@@ -31,7 +18,6 @@ from ..evaluation.curves import read_curves
 from ..evaluation.data_description import describe_data, measured_text
 from ..evaluation.length_report import draw
 from ..evaluation.results import markdown_table, own_entries, own_lengths, read_json, read_results, result_files
-from ..parsers import command_parser
 from ..writing import check_writable, write_json, write_text
 
 INDEX = ("<!-- whatwhere card: list -->", "<!-- whatwhere card: end of list -->")
@@ -207,22 +193,8 @@ def make(
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line."""
-    parser = command_parser("card", "[RUN ...] [OPTIONS]", __doc__)
-    parser.add_argument("runs", nargs="*", type=pathlib.Path, metavar="RUN", help="default: every card in --output")
-    parser.add_argument(
-        "--output", type=pathlib.Path, metavar="DIR", help="the folder of all cards (default: next to the weights)"
-    )
-    parser.add_argument("--name", help="of the model (default: the folder's); with --output, of its card's folder")
-    parser.add_argument("--licence", metavar="ID", help="of the weights, an identifier of the Hub like apache-2.0")
-    parser.add_argument(
-        "--results", nargs="+", default=[], type=pathlib.Path, metavar="FILE", help="length*.json of RUNs"
-    )
-    options = parser.parse_args(arguments)
+    options = parser().parse_args(arguments)
     if options.output is None:
-        if not options.runs:
-            parser.error("give a RUN, or --output with the folder of all cards.")
-        if options.name and len(options.runs) > 1:
-            parser.error("--name needs a single RUN.")
         _add_results(options.runs, options.results)
         paths = [write_card(run, name=options.name, licence=options.licence) for run in options.runs]
     else:

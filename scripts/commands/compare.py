@@ -1,12 +1,4 @@
-"""Results of models side by side: runs of train and finetune, evaluated checkpoints, and cards of models.
-
-    whatwhere compare runs/rope runs/pope --output comparison
-
-Prints tables, the differences of the recipes (not of speed, memory and logs), and what is not comparable. A score is
-compared with that of the first folder that has it. If the two were not measured in the same way (text, tokenizer,
-tokens, limits), it is marked, and the reason is printed. Lengths that were measured on other tokens get a separate
-table and figure. Runs of one recipe with different seeds also get a row with the mean and the standard deviation.
-"""
+"""`whatwhere compare`: its help is in `cli/compare.py`."""
 
 import hashlib
 import itertools
@@ -16,6 +8,8 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from whatwhere_cli.compare import parser
+
 from ...model_card import encoding_text
 from ..checks import differences, material
 from ..evaluation.checkpoints import check_finished, names_of
@@ -24,7 +18,6 @@ from ..evaluation.data_description import curves_title, describe_data, loss_unit
 from ..evaluation.figures import save_figure
 from ..evaluation.length_report import draw, heading, remove_numbered_figures, table_rows
 from ..evaluation.results import markdown_table, own_entries, read_json, result_files, results_of
-from ..parsers import command_parser
 from ..writing import check_writable
 
 FACTS = ("parameters", "steps", "tokens_trained", "samples_trained", "length", "seed", "device", "base_model")
@@ -313,15 +306,7 @@ def lengths_over_seeds(
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line."""
-    parser = command_parser("compare", "FOLDER FOLDER [...] [OPTIONS]", __doc__)
-    parser.add_argument("folders", nargs="+", metavar="FOLDER", help="a run, a checkpoint, or a model's card")
-    parser.add_argument("--output", type=pathlib.Path, metavar="DIR", help="draw losses, and perplexity by length")
-    parser.add_argument(
-        "--results", nargs="+", default=[], type=pathlib.Path, metavar="FILE", help="length*.json of several FOLDERs"
-    )
-    options = parser.parse_args(arguments)
-    if len(options.folders) < 2:
-        parser.error("give at least two folders.")
+    options = parser().parse_args(arguments)
     if options.output:
         check_writable(options.output)
     shared = {path.stem: read_json(path) for path in options.results}

@@ -1,11 +1,4 @@
-"""Train rope, pope and cope on code, compare them up to 10 times the trained length, and load one of them.
-
-    whatwhere demo --steps 100
-
-On a laptop, without downloads: at most 8 minutes on 2 CPU cores. The output folder gets a checkpoint folder for each
-encoding, `length.json`, `length.png` and `length.svg`. Running the command again continues after an
-interruption, and reuses finished training runs of the same recipe.
-"""
+"""`whatwhere demo`: its help is in `cli/demo.py`."""
 
 import concurrent.futures
 import contextlib
@@ -20,10 +13,12 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from whatwhere_cli.demo import parser
+
 from ...model_card import weights_fingerprint
 from ..errors import TrainingError, program
 from ..evaluation.results import lm_eval_tasks, provenance
-from ..parsers import command_parser
+from ..progress import without_bars
 from ..writing import check_writable, write_json
 
 ENCODINGS = ("rope", "pope", "cope")
@@ -76,14 +71,14 @@ def processes() -> int:
 def train(folders: dict[str, pathlib.Path], overrides: list[str]) -> None:
     """Trains each encoding in its own process, `processes()` at a time, unless it is finished; continues runs."""
     threads = max(1, (os.cpu_count() or 1) // processes())
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8"}
 
     def run(encoding: str) -> int:
         command = [sys.executable, "-m", "whatwhere", "train", f"demo_{encoding}", "--output", str(folders[encoding])]
         command += [argument for override in overrides for argument in ("--set", override)]
         command += ["--resume", "auto"]
         # A pipe, so that each writes lines and not a progress bar.
-        streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "encoding": "utf-8"}
         with subprocess.Popen(command, env=environment, **streams) as job:
             for line in job.stdout or ():
                 print(f"{encoding}: {line}", end="", flush=True)
@@ -118,7 +113,8 @@ def run_lm_eval(folder: pathlib.Path, origin: dict[str, Any]) -> None:
     from ..data.source import load_text
     from ..evaluation.zero_shot import quiet
 
-    rows = load_text()["test"].filter(lambda row: len(row["text"]) < 8000)
+    with without_bars():
+        rows = load_text()["test"].filter(lambda row: len(row["text"]) < 8000)
     task = {
         "task": TASK,
         "custom_dataset": lambda **_: datasets.DatasetDict(test=rows),
@@ -143,8 +139,8 @@ def continue_prompt(folder: pathlib.Path, prompt: str) -> str:
     """Generates a continuation of a prompt in a process with remote code, without the package and without network."""
     with tempfile.TemporaryDirectory() as modules:
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": modules}
-        command = [sys.executable, "-I", "-c", CONTINUE, str(folder.resolve()), prompt]
-        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
+        command = [sys.executable, "-I", "-X", "utf8", "-c", CONTINUE, str(folder.resolve()), prompt]
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "encoding": "utf-8"}
         done = subprocess.run(command, env=environment, check=False, **streams)
     if done.returncode:
         raise TrainingError(f"loading {folder} in a clean process failed:\n{done.stderr[-2000:]}")
@@ -153,13 +149,7 @@ def continue_prompt(folder: pathlib.Path, prompt: str) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line."""
-    parser = command_parser("demo", "[OPTIONS]", __doc__)
-    parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("demo"), help="default %(default)s")
-    parser.add_argument("--steps", type=int, help="training steps (default: as in the recipes)")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="replace a key of the recipes, as in train"
-    )
-    options = parser.parse_args(arguments)
+    options = parser().parse_args(arguments)
     steps = options.steps
     # As in the recipes, warm-up takes a twentieth of the steps.
     overrides = [f"training.steps={steps}", f"training.warmup_steps={steps // 20}"] if steps is not None else []

@@ -1,17 +1,4 @@
-"""Checks the Triton kernels on this machine's GPU, then runs the benchmark: `make gpu-check`.
-
-    whatwhere gpu-check --minutes 8 --output FOLDER    # run it again to continue
-    whatwhere gpu-check --no-benchmark
-    whatwhere gpu-check --case 'cope bfloat16 D=64 1x2/2x16384/16384 causal'    # one case of the check alone
-    TRITON_INTERPRET=1 whatwhere gpu-check --device cpu    # tiny shapes, by Triton's interpreter
-
-The groups of cases, for every kernel, are `long` (up to 65,536 tokens), `tiles` (all tile sizes), `model` (small models
-against eager ones), `wide` (where shared memory is short) and `shapes` (lengths, masks, contents). The check gets at
-most half of --minutes, the benchmark the rest.
-
-The exit code is 1 if a check failed or nothing was checked, and 2 if there is no GPU. Speeds do not affect it.
-docs/kernels.md says how the kernels are checked, and what is in FOLDER.
-"""
+"""`whatwhere gpu-check`: its help is in `cli/gpu_check.py`."""
 
 import argparse
 import collections
@@ -37,13 +24,14 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 import torch
 from torch.torch_version import TorchVersion
 
+from whatwhere_cli.gpu_check import parser
+
 from ..benchmark.attention import FIRST, FOREIGN, MORE, relative_errors, tiles_note
 from ..benchmark.kernel_cases import KERNELS, MASKS, Case, case, precision_of
 from ..benchmark.kernel_tiles import chosen_by
 from ..benchmark.measure import CheckFailed, device_is_lost, one_line, out_of_memory
 from ..benchmark.references import checked_gradient, chosen_rows, in_parts, results_of
 from ..benchmark.report import append_row, device_name, now, read_rows, summary_of_benchmark, versions
-from ..parsers import command_parser
 
 # Maximum share of rows in a case that are not compared; with fewer rows than this the tolerance is a whole unit.
 MOST_UNDECIDED, FEW_ROWS = 0.1, 64
@@ -429,31 +417,21 @@ def interpreter_problem() -> str:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Reads the command line."""
-    parser = command_parser("gpu-check", "[OPTIONS]", __doc__)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--minutes", type=float, default=8.0, help="time for check and benchmark (default 8)")
-    parser.add_argument("--case", help="one case, by its whole name, in this process; no files")
-    parser.add_argument("--no-benchmark", action="store_true", help="check only")
-    parser.add_argument(
-        "--output", type=pathlib.Path, default=pathlib.Path("runs/gpu_check"), help="a folder; default runs/gpu_check"
-    )
-    parsed = parser.parse_args(arguments)
-    if not parsed.minutes > 0:
-        parser.error(f"--minutes={parsed.minutes!r} is not valid: it must be greater than 0")
+    parsed = parser().parse_args(arguments)
     interpreted = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0", "false", "False")
     problem = interpreter_problem() if interpreted and parsed.device == "cpu" else ""
     if problem and torch.cuda.is_available():
         print(f"{problem}; checking the compiled kernels on the GPU instead.", flush=True)
         os.environ["TRITON_INTERPRET"], interpreted, parsed.device = "0", False, "cuda"
     elif problem:
-        parser.error(f"{problem}; and PyTorch finds no CUDA device for the compiled kernels")
+        parser().error(f"{problem}; and PyTorch finds no CUDA device for the compiled kernels")
     if parsed.device == "cuda" and not torch.cuda.is_available():
-        parser.error(
+        parser().error(
             f"PyTorch {torch.__version__} finds no CUDA device: nothing was checked. Without a GPU, `make test` runs "
             "the kernels in Triton's interpreter"
         )
     if interpreted != (parsed.device == "cpu"):
-        parser.error("--device cpu needs the environment variable TRITON_INTERPRET=1; with --device cuda unset it")
+        parser().error("--device cpu needs the environment variable TRITON_INTERPRET=1; with --device cuda unset it")
     return parsed
 
 

@@ -1,10 +1,4 @@
-"""Write the Triton kernels as a project for Hugging Face's `kernel-builder`, which builds and uploads it.
-
-    whatwhere kernel-hub attention --build
-
-Others then call its functions, such as cope_attention, without this package. --build also writes what
-kernel-builder would build: `kernels.get_local_kernel` loads it. A CPU also needs TRITON_INTERPRET=1.
-"""
+"""`whatwhere kernel-hub`: its help is in `cli/kernel_hub.py`."""
 
 import base64
 import hashlib
@@ -13,10 +7,8 @@ import pathlib
 import re
 
 import whatwhere
+from whatwhere_cli.kernel_hub import BACKENDS, BUILDS, NAME, parser
 
-from ..parsers import command_parser
-
-NAME = "whatwhere-attention"
 PYTHON_NAME = NAME.replace("-", "_")
 # The Hub's convention: 0 for kernels that are not recommended for production.
 VERSION = 0
@@ -26,9 +18,6 @@ FUNCTIONS = {
     "plain_attention": "kernel_bias",
     "pope_attention": "kernel_pope",
 }
-BACKENDS = ("cuda", "rocm")
-# On a CPU, Triton's interpreter runs the kernels: for tests.
-BUILDS = ("cpu", *BACKENDS)
 
 
 BUILD_TOML = """[general]
@@ -164,14 +153,8 @@ def built(backend: str) -> dict[str, str]:
 
 def main(arguments: list[str] | None = None) -> None:
     """Writes the folder."""
-    parser = command_parser("kernel-hub", "OUTPUT [OPTIONS]", __doc__)
-    parser.add_argument("output", type=pathlib.Path, metavar="OUTPUT", help="a new or empty folder")
-    parser.add_argument("--repo-id", default=f"you/{NAME}", metavar="ID", help=f"on the Hub; default you/{NAME}")
-    parser.add_argument("--build", action="store_true", help=f"also write build/torch-<{'|'.join(BUILDS)}>")
-    parsed = parser.parse_args(arguments)
+    parsed = parser().parse_args(arguments)
     output: pathlib.Path = parsed.output
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        parser.error(f"output={str(output)!r} is not valid: it must be a new or empty folder")
     files = project(parsed.repo_id)
     for backend in BUILDS if parsed.build else ():
         files |= {f"build/torch-{backend}/{name}": text for name, text in built(backend).items()}

@@ -1,14 +1,4 @@
-"""Push a model to the Hub: weights, code, tokenizer, card, figures and results.
-
-    whatwhere push demo/pope you/pope-on-code
-    whatwhere push runs/finetuned you/finetuned --private --licence apache-2.0
-
-The card's example of loading names the repository. An edited card is pushed as it is; an empty template, as PEFT
-writes, is replaced, and cards of the Trainer and TRL get the metadata that they lack. Checkpoints, states of trainers
-and hidden files are not pushed, and absolute paths in results are shortened to their last part. A later push uploads
-what has changed, and deletes weights, code, JSON files and chat templates in the repository that the run does not have.
-Log in first: `hf auth login`, or the variable HF_TOKEN.
-"""
+"""`whatwhere push`: its help is in `cli/push.py`."""
 
 import json
 import os
@@ -23,6 +13,8 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
+from whatwhere_cli.push import parser
+
 from ...model_card import (
     NO_RESULTS,
     given_metadata,
@@ -35,7 +27,7 @@ from ...model_card import (
 )
 from ..cards.folder import check_licence, with_new_licence, write_card
 from ..errors import Refused
-from ..parsers import command_parser
+from ..evaluation.checkpoints import NETWORK_ERROR
 from ..writing import write_json, write_text
 from .card import without_folders
 
@@ -46,8 +38,6 @@ _WEIGHTS = re.compile(r"(adapter_)?model.*\.safetensors")
 _NOT_PUSHED = ("trainer_state.json",)
 # In the repository, these are deleted if the run does not have them: old weights would be loaded.
 _REPLACED = ["*.safetensors", "*.json", "*.jinja", "*.py"]
-# Of the library for HTTP, which is another one in each version of huggingface_hub.
-_NETWORK_ERROR: Any = HfHubHTTPError.__bases__[0]
 
 
 def staged(run: pathlib.Path, folder: pathlib.Path, repo: str, licence: str | None = None) -> None:
@@ -150,18 +140,13 @@ def push(run: pathlib.Path, repo: str, *, private: bool = False, licence: str | 
         status = error.response.status_code
         reason = "the token is not valid" if status == 401 else error.server_message or str(error).splitlines()[0]
         raise OSError(f"The Hub refused repo={repo!r} (status {status}): {reason}") from error
-    except (_NETWORK_ERROR, ConnectionError) as error:
+    except (NETWORK_ERROR, ConnectionError) as error:
         raise OSError(f"The Hub cannot be reached ({type(error).__name__}). Nothing was lost; try again.") from error
     return str(address)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command."""
-    parser = command_parser("push", "RUN REPO [OPTIONS]", str(__doc__))
-    parser.add_argument("run", metavar="RUN", type=pathlib.Path, help="folder of a model or an adapter")
-    parser.add_argument("repo", metavar="REPO", help="repository on the Hub, like you/your-model; made if needed")
-    parser.add_argument("--private", action="store_true", help="make a new repository private")
-    parser.add_argument("--licence", metavar="ID", help="licence in the card, an identifier of the Hub like apache-2.0")
-    options = parser.parse_args(arguments)
+    options = parser().parse_args(arguments)
     address = push(options.run, options.repo, private=options.private, licence=options.licence)
     print(f"{options.run} is at {address}")

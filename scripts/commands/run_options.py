@@ -9,29 +9,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ..errors import program
-from ..parsers import add_validation_file
-
-
-def add_recipe(parser: argparse.ArgumentParser) -> None:
-    """Adds the argument RECIPE and the options for its keys and its text."""
-    parser.add_argument("recipe", nargs="?", help="a YAML file, or the name of a shipped recipe")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="replace a key of the recipe")
-    parser.add_argument(
-        "--train-file",
-        nargs="+",
-        metavar="FILE",
-        help="your text: UTF-8 text, jsonl or parquet files of one format, folders, patterns",
-    )
-    add_validation_file(parser, "default: a part of --train-file")
-    parser.add_argument("--data-dir", metavar="DIR", help="the folder of local data; default $WHATWHERE_DATA_DIR")
 
 
 def recipe_of(options: argparse.Namespace) -> Any:
     """Returns the recipe of the options of `add_recipe`."""
     from ..training.recipe import load_recipe
 
-    if options.recipe is None:
-        raise ValueError("no RECIPE is given: name a YAML file or a shipped recipe.")
     own = {"train_file": options.train_file, "validation_file": options.validation_file}
     recipe = load_recipe(options.recipe, options.set, **own)
     check_data_dir(options.data_dir, recipe.data.texts())
@@ -42,30 +25,6 @@ def check_data_dir(data_dir: str | None, texts: Iterable[Any]) -> None:
     """Raises ValueError if the option is given and none of the texts, of `TextSource`, is read from that folder."""
     if data_dir is not None and not any(text.splits and text.source in ("local", "corpus") for text in texts):
         raise ValueError(f"data_dir={data_dir!r} has no effect: no text has source='corpus', or 'local' with splits.")
-
-
-def add_resume(parser: argparse.ArgumentParser) -> None:
-    """Adds the options `--resume`, with the values False, True and "auto", and `--resume-from`."""
-    parser.add_argument(
-        "--resume",
-        nargs="?",
-        const=True,
-        default=False,
-        choices=["auto"],
-        help="continue the run in --output with its settings; auto: start, continue, or do nothing if finished",
-    )
-    parser.add_argument(
-        "--resume-from",
-        type=int,
-        default=None,
-        metavar="STEP",
-        help="continue from this step; later checkpoints are deleted",
-    )
-
-
-def is_resumed(options: argparse.Namespace) -> bool:
-    """Returns whether the options of `add_resume` are given."""
-    return bool(options.resume) or options.resume_from is not None
 
 
 @contextlib.contextmanager
@@ -81,6 +40,9 @@ def continued(output: str, record: str, data_dir: str | None) -> Iterator[None]:
             raise
         found = stop if isinstance(stop, Interrupted) else Interrupted(signal.SIGINT)
         found.arguments = ["--output", output, "--resume"]
+        if (pathlib.Path(output) / "results.json").exists():
+            # Only the card is missing, for which a finished run is not refused.
+            found.arguments.append("auto")
         if data_dir is not None:
             found.arguments += ["--data-dir", data_dir]
         raise found from None

@@ -18,7 +18,7 @@ from ..data.prepared import file_sha256
 from ..data.sonnets import sonnets
 from ..data.tokenize import gguf_options, load_tokenizer, why_not_loaded
 from ..evaluation.checkpoints import check_vocabulary, checked_loading
-from ..writing import check_writable, write_json
+from ..writing import check_writable, write_json, writing
 from .encoding import convert
 from .record import RECORD, prompt_of
 from .source import check_gguf, load_source
@@ -78,9 +78,10 @@ def convert_folder(
     # The card has the name of its folder.
     draft = output / DRAFT / output.resolve().name
     try:
-        model.save_pretrained(draft)
-        tokenizer.save_pretrained(draft)
-        write_json(draft / RECORD, record)
+        with writing(output):
+            model.save_pretrained(draft)
+            tokenizer.save_pretrained(draft)
+            write_json(draft / RECORD, record)
         # Without config.json it does not load: a part is never taken for a model.
         for file in sorted(draft.iterdir(), key=lambda file: file.name == "config.json"):
             file.replace(output / file.name)

@@ -14,13 +14,15 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
-from transformers.utils import cached_file
+from transformers.utils import cached_file, logging
 
 from whatwhere import WhatWhereLlamaConfig, WhatWhereLlamaForCausalLM
 
 from ..evaluation.checkpoints import checked_loading
 from ..families import FAMILIES, model_class
 from .record import card_metadata
+
+logger = logging.get_logger(__name__)
 
 # Stock models that become Llama-style models of ours.
 CONVERTED = ("mistral", "phi3", "qwen2", "qwen3", "smollm3")
@@ -77,7 +79,8 @@ def _load_stock(source: str) -> Any:
         raise ValueError(
             f"checkpoint={source!r} is not valid: its model_type is {config.model_type!r}. Allowed: {kinds}."
         )
-    return _converted(source, _translated(source, config), _load(AutoModelForCausalLM, source, dtype="auto"))
+    translated, config._attn_implementation = _translated(source, config), None
+    return _converted(source, translated, _load(AutoModelForCausalLM, source, config=config, dtype="auto"))
 
 
 def check_gguf(source: str, gguf_file: str | None) -> None:
@@ -89,12 +92,12 @@ def check_gguf(source: str, gguf_file: str | None) -> None:
             is a GGUF file. The message has what to give.
     """
     folder = pathlib.Path(source)
-    if folder.is_file() and folder.suffix == ".gguf":
+    if folder.is_file() and folder.suffix.lower() == ".gguf":
         raise ValueError(
             f"checkpoint={source!r} is not valid: it is a file. Give its folder, {str(folder.parent)!r}, to `whatwhere "
             f"convert` with --gguf-file {folder.name}."
         )
-    files = sorted(file.name for file in folder.glob("*.gguf"))
+    files = sorted(file.name for file in folder.glob("*.[gG][gG][uU][fF]"))
     if gguf_file is not None:
         # Read by Transformers, whose error does not say what to install.
         importlib.import_module("gguf")
@@ -259,7 +262,12 @@ def _weights(stock: Any) -> dict[str, torch.Tensor]:
 
 def _load(cls: Any, source: str, **options: Any) -> Any:
     with checked_loading(source):
-        model, report = cls.from_pretrained(source, output_loading_info=True, **options)
+        stated = {} if "gguf_file" in options else PreTrainedConfig.get_config_dict(source)[0]
+        for name in ("attn_implementation", "_attn_implementation"):
+            if stated.get(name) is not None:
+                # One that this machine or a model of ours does not have would be an error.
+                logger.warning(f"{source}: {name}={stated[name]!r} of its config.json is not used.")
+        model, report = cls.from_pretrained(source, output_loading_info=True, attn_implementation=None, **options)
     if report["missing_keys"]:
         missing = ", ".join(sorted(report["missing_keys"]))
         raise ValueError(f"checkpoint={source!r} is not valid: it is no causal language model, it has no {missing}.")

@@ -30,6 +30,7 @@ import whatwhere
 
 from ..errors import Refused
 from ..processes import is_first_process
+from ..progress import without_bars
 from .rows import NO_TEXT, about_conversations, check_text, texts_of
 from .tokenize import PIECE, cut, text_of
 
@@ -117,7 +118,7 @@ def _matching(pattern: str) -> list[str]:
 
 
 def _kind(file: str) -> str | None:
-    return next((kind for ending, kind in _KINDS.items() if file.endswith(ending)), None)
+    return next((kind for ending, kind in _KINDS.items() if file.lower().endswith(ending)), None)
 
 
 def kind_of_all(files: Sequence[str], what: str) -> str:
@@ -156,9 +157,10 @@ def read_found(files: list[str], what: str, *, text_field: str, streaming: bool,
                 "state": str(state),
             }
             settings |= {"version": whatwhere.__version__}
-            rows = datasets.Dataset.from_generator(
-                _rows, gen_kwargs=settings, features=_FEATURES, writer_batch_size=_ROWS
-            )
+            with without_bars():
+                rows = datasets.Dataset.from_generator(
+                    _rows, gen_kwargs=settings, features=_FEATURES, writer_batch_size=_ROWS
+                )
         if kind != "text" or streaming or not pieces:
             rows = rows.remove_columns("document")
         return check_text(rows, what)
@@ -186,8 +188,8 @@ def _rows(files: Sequence[str], text_field: str, pieces: bool = False, **state: 
 def _documents(file: str, text_field: str) -> Iterator[str]:
     """Yields the documents of a jsonl or parquet file; raises Refused if one is not text."""
     try:
-        for place, row in _parquet_rows(file, text_field) if file.endswith(".parquet") else _json_rows(file):
-            kind = "parquet" if file.endswith(".parquet") else "json"
+        kind = _kind(file)
+        for place, row in _parquet_rows(file, text_field) if kind == "parquet" else _json_rows(file):
             if text_field not in row:
                 others = ", ".join(map(repr, row)) or "nothing"
                 hint = about_conversations(row, f"{kind!r}, data_files={file!r}")
@@ -216,14 +218,14 @@ def _documents(file: str, text_field: str) -> Iterator[str]:
 
 def _json_rows(file: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields the place and the object of each line, or of each entry of an array that is the whole file."""
-    with gzip.open(file) if file.endswith(".gz") else open(file, "rb") as lines:
+    with gzip.open(file) if file.lower().endswith(".gz") else open(file, "rb") as lines:
         first = lines.readline()
         is_whole = first.removeprefix(b"\xef\xbb\xbf").strip()[:1] == b"[" or first.strip() == b"{"
         for number, line in enumerate([first + lines.read()] if is_whole else itertools.chain([first], lines), 1):
             if not line.strip():
                 continue
             try:
-                value = json.loads(line.decode("utf-8-sig").rstrip())
+                value = json.loads(line.decode("utf-8-sig").rstrip(), object_pairs_hook=_object)
             except json.JSONDecodeError as error:
                 place = f"line {number + error.lineno - 1} is not valid JSON"
                 raise ValueError(f"{place}: {error.msg.removesuffix(' at')}, character {error.colno}.") from error
@@ -236,7 +238,24 @@ def _json_rows(file: str) -> Iterator[tuple[str, dict[str, Any]]]:
                     row = {"text": row}
                 if not isinstance(row, dict):
                     raise Refused(f"{place} of {file!r} is {json.dumps(row)[:40]}; it must be an object with the text.")
+                if isinstance(row, _Ambiguous):
+                    raise Refused(f"{place} of {file!r} has the key {row.key!r} more than once.")
                 yield place, row
+
+
+class _Ambiguous(dict):
+    """An object of JSON with a key that it has more than once, `key`."""
+
+    key: str
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        found = _Ambiguous(found)
+        found.key = next(name for name in names if names.count(name) > 1)
+    return found
 
 
 def _parquet_rows(file: str, text_field: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -275,7 +294,7 @@ def read_text(file: str) -> Iterator[str]:
     try:
         with (
             gzip.open(file, "rt", encoding="utf-8-sig")
-            if file.endswith(".gz")
+            if file.lower().endswith(".gz")
             else open(file, encoding="utf-8-sig") as text
         ):
             for piece, last in cut(parts(text), place):
@@ -301,7 +320,8 @@ def hold_out(rows: datasets.Dataset, what: str) -> tuple[datasets.Dataset, datas
     few = len(rows.unique("document")) if "document" in rows.column_names else len(rows)
     if few < _FEW and "document" not in rows.column_names:
         form = {"remove_columns": rows.column_names, "features": _FEATURES}
-        rows = rows.map(_pieces, with_indices=True, batched=True, batch_size=1, **form)
+        with without_bars():
+            rows = rows.map(_pieces, with_indices=True, batched=True, batch_size=1, **form)
     numbers = np.arange(len(rows))
     if "document" in rows.column_names:
         numbers = np.unique(rows["document"], return_inverse=True)[1]

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import dataclasses
+import difflib
 import functools
 import hashlib
 import inspect
@@ -16,6 +17,9 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub import constants, hf_hub_url, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.utils import get_session
 from safetensors import SafetensorError
 from torch import nn
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
@@ -29,6 +33,9 @@ from .results import read_json
 MAX_LENGTH = 1 << 17
 # Fields of configurations that change nothing of what a model computes; the precision is an option here.
 _IMMATERIAL = {"_name_or_path", "auto_map", "dtype", "origin", "transformers_version"}
+
+# Of the library for HTTP, which is another one in each version of huggingface_hub.
+NETWORK_ERROR: Any = HfHubHTTPError.__bases__[0]
 
 
 def names_of(checkpoints: Sequence[str]) -> list[str]:
@@ -86,11 +93,53 @@ def check_finished(checkpoint: str, field: str = "checkpoint") -> None:
             )
 
 
+@functools.cache
+def _check_hub(checkpoint: str, field: str) -> None:
+    """Raises ValueError for a name that is no folder, if it is no Hub id either or the Hub does not answer.
+
+    Transformers asks for every file, and several times, before it says that it has no connection.
+    """
+    parts = checkpoint.split("/")
+    is_path = checkpoint.startswith((".", "/", "~")) or os.path.isabs(checkpoint) or len(parts) > 2
+    if not is_path and isinstance(try_to_load_from_cache(checkpoint, "config.json"), str):
+        return
+    meant = _nearest_folder(checkpoint)
+    if is_path or (len(parts) == 2 and os.path.isdir(parts[0])):
+        raise ValueError(
+            f"{field}={checkpoint!r} is not valid: there is no such folder. Allowed: one, or a Hub id.{meant}"
+        )
+    if constants.HF_HUB_OFFLINE:
+        return
+    try:
+        # An answer of any status.
+        get_session().head(hf_hub_url(checkpoint, "config.json"), timeout=constants.HF_HUB_ETAG_TIMEOUT)
+    except (NETWORK_ERROR, OSError) as error:
+        raise ValueError(
+            f"{field}={checkpoint!r} cannot be loaded: there is no such folder, and the Hub does not answer "
+            f"({type(error).__name__}).{meant}"
+        ) from error
+
+
+def _nearest_folder(checkpoint: str) -> str:
+    """Returns a sentence with the folder whose path is the most similar, or nothing."""
+    found = pathlib.Path()
+    for part in pathlib.Path(checkpoint).parts:
+        if not (found / part).is_dir():
+            names = [path.name for path in found.iterdir() if path.is_dir()] if os.access(found, os.R_OK) else []
+            if not (near := difflib.get_close_matches(part, names, n=1)):
+                return ""
+            part = near[0]
+        found /= part
+    return f" Did you mean {str(found)!r}?"
+
+
 @contextlib.contextmanager
 def checked_loading(checkpoint: str, field: str = "checkpoint") -> Iterator[None]:
     """Turns the errors of loading a checkpoint into ValueErrors that name it and the field that it comes from."""
     if os.path.isfile(checkpoint):
         raise ValueError(f"{field}={checkpoint!r} is not valid: it is a file. Allowed: a folder or a Hub id.")
+    if not os.path.exists(checkpoint):
+        _check_hub(checkpoint, field)
     try:
         yield
     except (OSError, KeyError, ValueError, RuntimeError, SafetensorError, struct.error) as error:
@@ -107,8 +156,13 @@ def checked_loading(checkpoint: str, field: str = "checkpoint") -> Iterator[None
                 "position encoding, `whatwhere --import FILE COMMAND`, or let all of its code run, with "
                 "--trust-remote-code, where the command has this option."
             ) from error
-        where = "" if folder.exists() else " (there is no such folder here, so it was looked up on the Hub)"
-        raise ValueError(f"{field}={checkpoint!r} cannot be loaded{where}: {error}") from error
+        where, meant = "", ""
+        if not folder.exists():
+            where, meant = (
+                " (there is no such folder here, so it was looked up on the Hub)",
+                _nearest_folder(checkpoint),
+            )
+        raise ValueError(f"{field}={checkpoint!r} cannot be loaded{where}: {error}{meant}") from error
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -157,19 +211,19 @@ class Loading:
         return tokenizer
 
 
-def check_vocabulary(checkpoint: str, tokenizer: Any, config: Any) -> None:
-    """Raises ValueError if a checkpoint's tokenizer has tokens of text that the model has not.
+def check_vocabulary(name: str, tokenizer: Any, config: Any, field: str = "checkpoint") -> None:
+    """Raises ValueError if a tokenizer has tokens of text that the model has not.
 
-    Added special tokens, such as one for padding, are not tokens of text, except for the end-of-text token.
+    Added special tokens, such as one for padding, are not tokens of text, except for those at its beginning and end.
     """
     special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     ids = set(tokenizer.get_vocab().values()) - special
-    needed = 1 + max([*ids, tokenizer.eos_token_id or 0])
+    needed = 1 + max([*ids, tokenizer.bos_token_id or 0, tokenizer.eos_token_id or 0])
     size = config.get_text_config().vocab_size
     if needed > size:
         raise ValueError(
-            f"checkpoint={checkpoint!r} is not valid: its tokenizer has {needed} tokens, the model has {size} "
-            "(vocab_size)."
+            f"{field}={name!r} is not valid: its tokenizer has {needed} tokens, the model has {size} (vocab_size). "
+            f"Give a tokenizer that fits, or save the model after `resize_token_embeddings({needed})`."
         )
 
 
@@ -198,22 +252,6 @@ def longest_length(model: nn.Module) -> int | None:
         if isinstance(module, nn.Embedding) and (leaf == "wpe" or "position" in leaf):
             return module.num_embeddings - getattr(module, "offset", 0)
     return None
-
-
-def at_least_one(text: str) -> int:
-    """Returns the positive integer of an option; argparse reports the error with the option's name."""
-    if not text.strip().isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not valid: it must be a whole number, at least 1")
-    return int(text)
-
-
-def add_loading(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `Loading`."""
-    group = parser.add_argument_group("model")
-    group.add_argument("--device", help="default: the GPU if there is one, else the CPU")
-    group.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
-    group.add_argument("--attn-implementation", metavar="NAME", help="default: the model's default")
-    group.add_argument("--trust-remote-code", action="store_true", help="run the code in the checkpoint's folder")
 
 
 def loading_of(options: argparse.Namespace) -> Loading:

@@ -1,25 +1,14 @@
-"""Measure the error rates of checkpoints on toy tasks.
-
-    whatwhere task runs/flip_flop
-    whatwhere task runs/flip_flop --sets 'sparser={"ignore": 0.995}' --samples 10000
-    whatwhere task --task alice openai-community/gpt2
-
-Answers are predicted from the correct tokens before them (teacher forcing). `token_error` is the share of wrong answer
-tokens, `sequence_error` the share of sequences with at least one. The probe `alice` asks any causal language model how
-often a word occurs in the last sentence: `accuracy` is the share of questions for which the correct answer (0 to 5) is
-the most likely, `probability` the mean probability of the correct answer among the six, and `most_common` the accuracy
-of always giving the most common answer.
-"""
+"""`whatwhere task`: its help is in `cli/task.py`."""
 
 import collections
-import json
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from ..parsers import command_parser
+from whatwhere_cli.task import parser
+
 from ..processes import ALONE, Processes
 from ..toy_tasks.alice import LARGEST_ANSWER, AliceConfig
 from ..toy_tasks.registry import PROBES, TASKS, task_config
@@ -29,8 +18,6 @@ from .answers import score_samples
 from .checkpoints import (
     MAX_LENGTH,
     Loading,
-    add_loading,
-    at_least_one,
     check_finished,
     loading_of,
     longest_length,
@@ -197,30 +184,9 @@ def table(entries: Sequence[Mapping[str, Any]]) -> str:
     return "\n\n".join(tables)
 
 
-def named_parameters(text: str) -> tuple[str, dict[str, Any]]:
-    """Parses `NAME=JSON`; an argparse type."""
-    name, _, values = text.partition("=")
-    return name, dict(json.loads(values))
-
-
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line."""
-    parser = command_parser("task", "CHECKPOINT [CHECKPOINT ...] [OPTIONS]", __doc__)
-    parser.add_argument("checkpoints", nargs="+", metavar="CHECKPOINT", help="a folder or a Hub id")
-    parser.add_argument("--task", help=f"{', '.join([*TASKS, *PROBES])}; default: the checkpoint's")
-    parser.add_argument(
-        "--sets",
-        action="append",
-        type=named_parameters,
-        metavar="NAME=JSON",
-        help="""a test set, such as 'sparse={"ignore": 0.98}'; may be repeated""",
-    )
-    parser.add_argument("--samples", type=at_least_one, metavar="N", help="samples per test set; default: the set's")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the samples (default %(default)s)")
-    parser.add_argument("--batch-size", type=at_least_one, default=64, metavar="N", help="default %(default)s")
-    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write every number to a file")
-    add_loading(parser)
-    options = parser.parse_args(arguments)
+    options = parser().parse_args(arguments)
     if options.json:
         check_writable(options.json.parent)
     loading = loading_of(options)

@@ -27,18 +27,17 @@ import unittest.mock
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from whatwhere_cli.zero_shot import parser
+
 from ...model_card import weights_fingerprint
 from ...validation import suggest
 from ..data.folder import DATA_DIR_VARIABLE, data_folder
 from ..errors import program
-from ..parsers import command_parser
-from ..progress import Progress
+from ..progress import Progress, without_bars
 from ..writing import check_writable, write_json
 from .checkpoints import (
     MAX_LENGTH,
     Loading,
-    add_loading,
-    at_least_one,
     checked_loading,
     loading_of,
     longest_length,
@@ -49,9 +48,6 @@ from .lm_eval.zero_shot_files import FILES
 from .results import lm_eval_tasks, markdown_table, provenance, read_json
 from .scorer import scorer
 
-DESCRIPTION = """Zero-shot evaluation with lm-eval: LAMBADA, BLiMP, CBT, HellaSwag, PIQA, ARC-Easy.
-
-    whatwhere zero-shot demo/rope demo/pope --limit 100"""
 TASK_FOLDER = pathlib.Path(__file__).with_name("lm_eval")
 
 # Bootstrap samples for the standard error of LAMBADA's perplexity; lm-eval's default of 100,000 takes minutes.
@@ -169,7 +165,6 @@ def quiet(name: str | None = None) -> Iterator[None]:
 
     It also asks git for the version of the working folder, whatever that is.
     """
-    import datasets
     import lm_eval.api.model
     import lm_eval.api.task
     import lm_eval.evaluator
@@ -191,9 +186,7 @@ def quiet(name: str | None = None) -> Iterator[None]:
         stack.enter_context(
             unittest.mock.patch.object(lm_eval.evaluator, "get_git_commit_hash", create=True, return_value=None)
         )
-        if datasets.is_progress_bar_enabled():
-            stack.callback(datasets.enable_progress_bars)
-            datasets.disable_progress_bars()
+        stack.enter_context(without_bars())
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         yield
 
@@ -331,33 +324,10 @@ def save(folder: pathlib.Path, content: dict[str, Any], report: dict[str, Any]) 
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line."""
-    parser = command_parser("zero-shot", "CHECKPOINT [CHECKPOINT ...] [OPTIONS]", DESCRIPTION)
-    parser.add_argument("checkpoints", nargs="*", metavar="CHECKPOINT", help="a folder or a Hub id")
-    parser.add_argument("--tasks", help=f"some of {','.join(TASKS)} (default: all with data)")
-    parser.add_argument(
-        "--data-dir", metavar="DIR", help=f"local data sets (default: ${DATA_DIR_VARIABLE}, else the Hub)"
-    )
-    parser.add_argument(
-        "--limit", type=at_least_one, metavar="N", help="only the first N questions of each task or part"
-    )
-    parser.add_argument(
-        "--batch-size",
-        type=lambda text: text if text == "auto" else at_least_one(text),
-        default=8,
-        metavar="N",
-        help="requests in a batch, or auto for the largest that fits (default 8)",
-    )
-    parser.add_argument("--output", type=pathlib.Path, metavar="DIR", help="default: the checkpoint's, or zero_shot/")
-    parser.add_argument(
-        "--print-task-folder", action="store_true", help="print the folder for lm_eval --include_path and exit"
-    )
-    add_loading(parser)
-    options = parser.parse_args(arguments)
+    options = parser().parse_args(arguments)
     if options.print_task_folder:
         print(TASK_FOLDER)
         return
-    if not options.checkpoints:
-        raise ValueError("no CHECKPOINT is given: name a folder or a Hub id.")
     options.output = options.output or output_of(options.checkpoints, "zero_shot")
     names_of(options.checkpoints)
     file = options.output / "zero_shot.md"

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ..checks import Checked, Count, NotNegative
 from ..data.tokenize import END_OF_TEXT, PADDING, word_tokenizer
+from ..progress import without_bars
 
 UNKNOWN = "<|unknown|>"
 # Part of every sample's seed, so that splits have independent random numbers.
@@ -114,7 +115,8 @@ def build_dataset(
 ) -> datasets.Dataset | datasets.IterableDataset:
     """Returns a split of a task as a data set of `datasets`, generated on the fly with `streaming`."""
     cls = datasets.IterableDataset if streaming else datasets.Dataset
-    return cls.from_generator(config.rows, gen_kwargs={"split": split})
+    with without_bars():
+        return cls.from_generator(config.rows, gen_kwargs={"split": split})
 
 
 def build_tokenizer(config: TaskConfig) -> PreTrainedTokenizerFast:

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from ..data.prepared import file_sha256
 from ..errors import TrainingError
-from ..writing import write_json
+from ..writing import why_not_written, write_json
 from .run_folder import RunFolder, step_of
 
 FORMAT = 3
@@ -213,13 +213,17 @@ class Checkpoints:
         """Converts errors of writing a file, such as a full disk, into a TrainingError with advice."""
         try:
             yield
-        except (OSError, SafetensorError, dcp.CheckpointException) as error:
+        except (Exception, dcp.CheckpointException) as error:
             cause: BaseException = error
             if isinstance(error, dcp.CheckpointException):
                 cause = next(iter(error.failures.values()))[0]
                 if not isinstance(cause, (OSError, SafetensorError, RuntimeError)):
                     raise
-            reason = getattr(cause, "strerror", None) or cause
+            reason = why_not_written(cause)
+            if reason is None:
+                if not isinstance(error, (OSError, SafetensorError, dcp.CheckpointException)):
+                    raise
+                reason = getattr(cause, "strerror", None) or str(cause)
             raise TrainingError(f"{str(path)!r} cannot be written: {reason}. {self.advice()}") from error
 
     def advice(self) -> str:

@@ -30,6 +30,8 @@ from ..data.prepared import file_sha256
 from ..data.source import SOURCES, TextSource
 from ..data.tokenize import WORD_TOKENIZERS, build_tokenizer, load_tokenizer, why_not_loaded
 from ..errors import Refused, TrainingError
+from ..evaluation.checkpoints import check_vocabulary
+from ..writing import writing
 from .loop import TrainingRun, file_problems, train
 from .model import build_optimizer, check_length, count_parameters, prepare_model
 from .recipe import (
@@ -47,47 +49,43 @@ Length = Annotated[int, Field(ge=2)]
 
 
 class FinetuneSettings(Checked):
-    """The settings of `finetune`, saved in `finetune.json`; the options of `whatwhere finetune` are made from them."""
+    """The settings of `finetune`, saved in `finetune.json`; `cli/finetune.py` describes them, as its options."""
 
-    checkpoint: str = Field(description="folder or Hub id")
-    position_encoding: str | list[str] | None = Field(None, description="a name, or '[rope, cope]'; default: the same")
-    position_encoding_parameters: dict | None = Field(None, description="parameters of the encoding")
-    rope_parameters: dict | None = Field(None, description="default: the checkpoint's own")
-    train_file: list[str] | None = Field(
-        None, description="text, jsonl or parquet files of one format, folders, patterns"
-    )
-    validation_file: list[str] | None = Field(None, description="text to evaluate on; default: a part of --train-file")
-    data: str = Field("stdlib", description="stdlib (default), hub, local, mixture, or a corpus such as pg19")
-    dataset: str | None = Field(None, description="data set of --data hub")
-    dataset_config: str | None = Field(None, description="its configuration")
-    splits: dict | None = Field(
-        None, description='splits of the data, such as {"train": "train[1000:]", "validation": "train[:1000]"}'
-    )
-    mixture: Mixture | None = Field(None, description="several texts with weights, as data.mixture in a recipe")
-    text_field: str = Field("text", description="column of the documents; default text")
-    streaming: bool = Field(False, description="stream the training text")
-    shuffle_buffer: Count = Field(256, description="documents in the shuffle buffer of --streaming; default 256")
-    tokenizer: str | None = Field(None, description="default: the checkpoint's own")
-    sequence_length: Length | None = Field(None, description="default: the model's max_position_embeddings")
-    evaluation_blocks: Count = Field(256, description="sequences to evaluate on; default 256")
-    steps: Count = Field(500, description="optimiser steps; default 500")
-    batch_size: Count = Field(8, description="sequences per device; default 8")
-    accumulation: Count = Field(1, description="batches per step; default 1")
-    learning_rate: Positive | None = Field(None, description="default 5e-5, with --lora 2e-4")
-    new_learning_rate: Positive | None = Field(None, description="of a new encoding's parameters; default: the same")
-    schedule: Schedule = Field("cosine", description="cosine (default), linear, constant")
-    warmup_steps: NotNegative = Field(0, description="default 0")
-    weight_decay: NotNegativeFloat = Field(0.0, description="default 0")
-    save_every: Count = Field(100, description="steps between checkpoints; default 100")
-    seed: NotNegative = Field(0, description="default 0")
-    bf16: bool = Field(False, description="mixed precision")
-    activation_checkpointing: bool = Field(False, description="use less memory and more time")
-    dp_shard: Count = Field(1, description="processes of torchrun that share the model by FSDP2; default 1")
-    lora: bool = Field(False, description="train low-rank adapters (peft)")
-    lora_rank: Count = Field(16, description="default 16")
-    lora_alpha: Positive = Field(32.0, description="default 32")
-    lora_dropout: Fraction = Field(0.0, description="default 0")
-    merge: bool = Field(False, description="with --lora: save a full model")
+    checkpoint: str
+    position_encoding: str | list[str] | None = None
+    position_encoding_parameters: dict | None = None
+    rope_parameters: dict | None = None
+    train_file: list[str] | None = None
+    validation_file: list[str] | None = None
+    data: str = "stdlib"
+    dataset: str | None = None
+    dataset_config: str | None = None
+    splits: dict | None = None
+    mixture: Mixture | None = None
+    text_field: str = "text"
+    streaming: bool = False
+    shuffle_buffer: Count = 256
+    tokenizer: str | None = None
+    sequence_length: Length | None = None
+    evaluation_blocks: Count = 256
+    steps: Count = 500
+    batch_size: Count = 8
+    accumulation: Count = 1
+    learning_rate: Positive | None = None
+    new_learning_rate: Positive | None = None
+    schedule: Schedule = "cosine"
+    warmup_steps: NotNegative = 0
+    weight_decay: NotNegativeFloat = 0.0
+    save_every: Count = 100
+    seed: NotNegative = 0
+    bf16: bool = False
+    activation_checkpointing: bool = False
+    dp_shard: Count = 1
+    lora: bool = False
+    lora_rank: Count = 16
+    lora_alpha: Positive = 32.0
+    lora_dropout: Fraction = 0.0
+    merge: bool = False
 
     def problems(self) -> Iterator[tuple[str, str]]:
         if self.data in CORPORA:
@@ -207,10 +205,11 @@ class Finetuning(TrainingRun):
             base = str(self.output / "base")
             if self.accelerator.is_main_process:
                 self._restore_dtypes(model)
-                model.save_pretrained(base)
+                with writing(base):
+                    model.save_pretrained(base)
+                    self.data.tokenizer.save_pretrained(base)
                 if self.fresh:
                     model.float()
-                self.data.tokenizer.save_pretrained(base)
             self.accelerator.wait_for_everyone()
         # peft saves this as the name of the base model; an absolute path is valid from every folder.
         model.name_or_path = os.path.abspath(base) if os.path.exists(base) else base
@@ -329,10 +328,7 @@ def _run_settings(options: FinetuneSettings, config: Any, data_dir: str | None) 
             reason = why_not_loaded(name, error.__cause__)
             raise Refused(f"checkpoint={name!r} is not valid: {reason}. Give one with --tokenizer.") from error
         raise
-    if len(tokenizer) > config.vocab_size:
-        raise Refused(
-            f"tokenizer={name!r} is not valid: it has {len(tokenizer)} tokens, the model has {config.vocab_size}."
-        )
+    check_vocabulary(name, tokenizer, config, "checkpoint" if options.tokenizer is None else "tokenizer")
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     default_rate = 2e-4 if options.lora else 5e-5
     return RunSettings(

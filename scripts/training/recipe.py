@@ -1,5 +1,6 @@
 """Recipes: all settings of a training run in one YAML file, validated when it is read (see `checks.py`)."""
 
+import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -213,6 +214,12 @@ class Recipe(RunSettings):
     """The settings of `train`; `model` has `family` (`llama` or `gpt2`) and fields of that family's configuration."""
 
     model: dict
+
+    @classmethod
+    def inner_keys(cls) -> Iterator[str]:
+        yield "model.family"
+        for model_class in FAMILIES.values():
+            yield from (f"model.{field.name}" for field in dataclasses.fields(model_class.config_class))
 
     def problems(self) -> Iterator[tuple[str, str]]:
         # It is used as a folder name.
