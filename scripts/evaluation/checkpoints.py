@@ -25,7 +25,6 @@ from torch import nn
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from ...model_card import weights_fingerprint
-from ...position_plan import max_length
 from ..processes import ALONE, Processes, join
 from .results import read_json
 
@@ -245,7 +244,7 @@ def longest_length(model: nn.Module) -> int | None:
     """Returns the longest sequence that a model supports, or None if its position encoding sets no limit."""
     config: Any = model.config
     if hasattr(config, "position_encoding"):
-        return max_length(model.config)
+        return min(model.base_model.shared_encodings.max_lengths.values(), default=None)  # type: ignore[union-attr]
     # A stock model is limited by its table of position embeddings, if it has one.
     for name, module in model.named_modules():
         leaf = name.rpartition(".")[2]
