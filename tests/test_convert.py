@@ -12,6 +12,7 @@ from huggingface_hub import ModelCard, constants
 from safetensors.torch import load_file, save_file
 
 import whatwhere_cli as cli
+from processes import python
 from test_stock_equality import GPT2, LLAMA
 from tiny import tiny_model, tokens
 from toys import toy_recipe
@@ -435,3 +436,79 @@ def test_bad_input(tmp_path):
     assert not (tmp_path / "refused").exists()
     with pytest.raises(ValueError, match=r"output=.*empty or new folder"):
         main([str(tmp_path), "--position-encoding", "pope", "--output", str(tmp_path)])
+
+
+SCALED = {
+    "rope": {},
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0},
+    "llama3": {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+}
+STOCK_LOAD = """
+import sys, torch
+sys.modules["whatwhere"] = None
+from transformers import AutoModelForCausalLM, AutoTokenizer
+for folder in sys.argv[1:]:
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
+    assert AutoTokenizer.from_pretrained(folder).decode([104, 105]) == "hi"
+    ids, logits = torch.load(folder + ".expected")
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, logits, rtol=1e-5, atol=1e-5)
+"""
+
+
+def test_stock_folders(tmp_path, capsys):
+    """They load without our package, with the logits of the models of ours."""
+    folders = []
+    for name, scaling in {**SCALED, "biases": {}, "absolute": {}}.items():
+        family = "gpt2" if name == "absolute" else "llama"
+        torch.manual_seed(0)
+        heads = {"num_key_value_heads": 4} if family == "gpt2" else {}
+        biases = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True} if name == "biases" else {}
+        model = tiny_model(family, "absolute" if family == "gpt2" else "rope", vocab_size=258, **biases, **heads)
+        model.save_pretrained(tmp_path / f"our {name}")
+        build_tokenizer("bytes").save_pretrained(tmp_path / f"our {name}")
+        card = tmp_path / f"our {name}" / "README.md"
+        card.write_text("---\nlicense: mit\nbase_model: someone/model\n---\n# Mine\n", encoding="utf-8")
+        options = []
+        if scaling:
+            options = ["--position-encoding", "rope", "--rope-parameters", json.dumps(scaling)]
+            converted, *_ = convert_checkpoint(str(tmp_path / f"our {name}"), "rope", None, scaling)
+            model = converted.eval()
+        folder = tmp_path / name
+        cli.main(["convert", str(tmp_path / f"our {name}"), *options, "--stock", "--output", str(folder)])
+        config = json.loads((folder / "config.json").read_text())
+        assert config["model_type"] == family
+        assert "auto_map" not in config
+        assert not list(folder.glob("*.py"))
+        data = ModelCard.load(folder / "README.md")
+        assert (data.data.license, data.data.base_model) == ("mit", "someone/model")
+        assert "trust_remote_code" not in data.text
+        ids = tokens(2, 40)
+        with torch.no_grad():
+            torch.save([ids, model(ids).logits], f"{folder}.expected")
+        folders.append(str(folder))
+    assert "stock llama" in capsys.readouterr().out
+    python("-c", STOCK_LOAD, *folders, env={"PYTHONPATH": ""})
+
+
+@pytest.mark.parametrize(
+    ("family", "encoding", "fields", "said"),
+    [
+        ("llama", "pope", {}, "position_encoding='pope' (allowed: 'rope')"),
+        ("llama", "cope+rope", {}, "position_encoding='cope+rope' (allowed: 'rope')"),
+        ("llama", ["rope", "none"], {}, "position_encoding=['rope', 'none'] (allowed: 'rope')"),
+        ("gpt2", "rope", {}, "position_encoding='rope' (allowed: 'absolute')"),
+        ("llama", "rope", {"qk_norm": True, "output_gate": True}, "output_gate=True, qk_norm=True"),
+        ("gpt2", "absolute", {"norm_type": "rmsnorm"}, "norm_type='rmsnorm'"),
+        ("gpt2", "absolute", {"num_key_value_heads": 2}, "num_key_value_heads=2 with n_head=4"),
+    ],
+)
+def test_what_stock_models_do_not_compute(family, encoding, fields, said, tmp_path, refused):
+    tiny_model(family, encoding, vocab_size=258, **fields).save_pretrained(tmp_path / "ours")
+    build_tokenizer("bytes").save_pretrained(tmp_path / "ours")
+    message = refused("convert", tmp_path / "ours", "--stock", "--output", tmp_path / "stock")
+    assert "--stock is not valid: stock" in message
+    assert said in message
+    assert not (tmp_path / "stock" / "config.json").exists()

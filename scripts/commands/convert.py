@@ -13,7 +13,11 @@ from ..errors import program
 def main(arguments: list[str] | None = None) -> None:
     options = parser().parse_args(arguments)
     encoding = options.position_encoding, options.position_encoding_parameters, options.rope_parameters
-    model, new, dropped = convert_folder(options.source, options.output, *encoding, gguf_file=options.gguf_file)
+    files = {"gguf_file": options.gguf_file, "stock": options.stock}
+    model, new, dropped = convert_folder(options.source, options.output, *encoding, **files)
+    if options.stock:
+        print(f"{options.output}: stock {model.config.model_type}, {model.num_parameters():,} parameters.")
+        return
     count = sum(parameter.numel() for name, parameter in model.named_parameters() if name in new)
     print(f"{options.output}: {model.num_parameters():,} parameters, of which {count:,} are new.")
     # The card loads it again, for its sample.

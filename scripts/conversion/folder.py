@@ -22,6 +22,7 @@ from ..writing import check_writable, write_json, writing
 from .encoding import convert
 from .record import RECORD, prompt_of
 from .source import check_gguf, load_source
+from .stock import stock_model, write_stock_card
 
 # In the output, until it is complete.
 DRAFT = ".partial"
@@ -30,17 +31,20 @@ DRAFT = ".partial"
 def convert_folder(
     source: str,
     output: Path,
-    position_encoding: str | list[str],
+    position_encoding: str | list[str] | None,
     parameters: dict[str, Any] | None = None,
     rope_parameters: dict[str, Any] | None = None,
     *,
     gguf_file: str | None = None,
+    stock: bool = False,
 ) -> tuple[Any, list[str], list[str]]:
     """Writes a folder, which must be empty or new, with a converted model; returns the same as `convert`.
 
     Args:
         source: a folder or a Hub id.
+        position_encoding: None for that of the source.
         gguf_file: the name of a GGUF file in it, whose weights are dequantised.
+        stock: write a stock Llama or GPT-2 (`stock_model`), which is returned.
     """
     # A killed conversion leaves its draft.
     if output.exists() and (not output.is_dir() or {file.name for file in output.iterdir()} - {DRAFT}):
@@ -48,7 +52,8 @@ def convert_folder(
     check_writable(output)
     # Before a large source is loaded.
     for name in position_encoding if isinstance(position_encoding, list) else [position_encoding]:
-        check_name(name)
+        if name is not None:
+            check_name(name)
     check_gguf(source, gguf_file)
     with checked_loading(source):
         AutoConfig.from_pretrained(source, **gguf_options(gguf_file))
@@ -62,6 +67,9 @@ def convert_folder(
     check_vocabulary(source, tokenizer, model.config)
     if rope_parameters is not None:
         fit_tokenizer(tokenizer, model)
+    origin = model.config.origin
+    if stock:
+        model = stock_model(model)
     local, prompt = None, None
     if os.path.isdir(source):
         folder = Path(source).resolve()
@@ -81,7 +89,10 @@ def convert_folder(
         with writing(output):
             model.save_pretrained(draft)
             tokenizer.save_pretrained(draft)
-            write_json(draft / RECORD, record)
+            if stock:
+                write_stock_card(draft, model, origin)
+            else:
+                write_json(draft / RECORD, record)
         # Without config.json it does not load: a part is never taken for a model.
         for file in sorted(draft.iterdir(), key=lambda file: file.name == "config.json"):
             file.replace(output / file.name)
