@@ -72,7 +72,7 @@ def eager_attention_forward(
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if mask is None:
         rows, keys = query.shape[2], key.shape[2]
-        mask = query.new_ones(rows, keys, dtype=torch.bool).tril_(keys - rows)
+        mask = query.new_ones(rows, keys, dtype=torch.bool).tril(keys - rows)
     lowest = torch.finfo(logits.dtype).min
     logits = logits.masked_fill(~mask, lowest) if mask.dtype == torch.bool else logits + mask
     logits = logits + encodings.bias(logits, query, context, scaling)
@@ -88,6 +88,6 @@ def hard_weights(weights: torch.Tensor, *, straight_through: bool) -> torch.Tens
 
     The gradient is that of the softmax weights with `straight_through`, else 0.
     """
-    chosen = torch.zeros_like(weights).scatter_(-1, weights.argmax(-1, keepdim=True), 1.0)
+    chosen = torch.zeros_like(weights).scatter(-1, weights.argmax(-1, keepdim=True), 1.0)
     passed = weights if straight_through else weights * 0
     return chosen + passed - passed.detach()

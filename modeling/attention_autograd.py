@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .attention_blockwise import autocast_inputs, block_rows, check_inputs, direct_attention
 from .attention_mask import is_key_ranges
+from .kernel_operator import in_transform
 from .position_base import PositionContext
 
 
@@ -49,7 +50,7 @@ def blockwise_attention_by_autograd(
 ) -> torch.Tensor:
     """Softmax attention with any bias: each block is recomputed in the backward pass, and differentiated by autograd.
 
-    What is compiled or exported is one block: its memory is that of all logits.
+    What is compiled, exported or within `torch.func` is one block: its memory is that of all logits.
 
     Args:
         bias: `PositionEncoding.bias`; called for some rows, with the context of these rows.
@@ -74,7 +75,7 @@ def blockwise_attention_by_autograd(
 
         return direct_attention(query, key, value, part, scaling, weigh, dropout)[0]
 
-    if torch.compiler.is_compiling() or block_size >= Q:
+    if torch.compiler.is_compiling() or in_transform() or block_size >= Q:
         return attend(slice(0, Q), K, query, key, value)
     blocks = []
     for start in range(0, Q, block_size):

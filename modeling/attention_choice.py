@@ -28,6 +28,11 @@ def layer_default(parts: list[Part]) -> str:
     return "blockwise" if any(cls.overrides("bias") or not cls.softmax for cls, _ in parts) else "sdpa"
 
 
+def flash_names() -> list[str]:
+    """Returns the names of flash attention in the installed version of Transformers."""
+    return sorted(name for name in ALL_ATTENTION_FUNCTIONS if name.startswith("flash_attention_"))
+
+
 def supported_implementations(config: Any) -> list[str]:
     """Returns the attention implementations that support the configuration, the default first."""
     if config.attention_weights != "softmax":
@@ -46,7 +51,7 @@ def supported_implementations(config: Any) -> list[str]:
         if "mask" not in reads:
             names += ["flex_attention"]
             if not reads and not any(cls.overrides("after_cache") for cls in classes):
-                names += ["flash_attention"]
+                names += flash_names()
     names += ["blockwise"] if "blockwise" in defaults else []
     return list(dict.fromkeys([*names, "eager"]))
 
@@ -59,10 +64,11 @@ def choose_implementation(config: Any, requested: str | None) -> str:
     if accepts_engine(config, requested, supported, max_length(config)):
         return requested
     family = requested.removeprefix("paged|")
-    if "flash" in family:
-        family = "flash_attention"
+    flash = "flash_attention_2" in supported
+    # A kernel of the Hub has another name.
+    accepted = flash if "flash" in family and family != "flash_attention" else family in supported
     # Paged attention cannot change cached keys, and has no bias.
-    if family not in supported or (requested.startswith("paged|") and "flash_attention" not in supported):
+    if not accepted or (requested.startswith("paged|") and not flash):
         raise ValueError(
             # Transformers' wording, which its tests match.
             f'Specified `attn_implementation="{requested}"` is not supported for position_encoding='

@@ -83,7 +83,7 @@ def accepts_engine(config: Any, name: str, supported: list[str], max_length: int
         return True
     # An engine that keeps keys itself needs no masks, and keeps keys of the width of a head.
     widened = "sdpa" in supported and "blockwise" not in supported and name in AttentionMaskInterface()
-    if "flash_attention" not in supported and not widened:
+    if "flash_attention_2" not in supported and not widened:
         setting = "" if config.attention_weights == "softmax" else f"attention_weights={config.attention_weights!r}, "
         if name == "vllm":
             raise ValueError(

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from transformers.utils import logging
 
 from .attention_blockwise import autocast_inputs
-from .attention_mask import is_key_ranges
+from .attention_mask import is_key_ranges, readable
+from .kernel_operator import in_transform
 
 logger = logging.get_logger(__name__)
 
@@ -44,7 +45,7 @@ def _fused_attention() -> Callable[..., Any] | None:
 def _fused_supports(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, dropout: float) -> bool:
     """Returns True if flash-linear-attention supports the call. It has no decoding and no dropout, for example."""
     device, dtype = query.device, query.dtype
-    if device.type not in FUSED_DEVICES or torch.compiler.is_compiling():
+    if device.type not in FUSED_DEVICES or in_transform() or not readable(query):
         return False
     if device.type == "cuda":
         # Triton needs Ampere or newer. `_documents` waits for the device, which a CUDA graph cannot.

@@ -5,7 +5,7 @@ the row's range, `low <= j < high` for `low, high = key_ranges[b, 0, i]`, and is
 0]` is not 0. That covers causality, padding, packed documents, and the empty slots of a static cache. There are four
 dimensions because Transformers passes 4D masks, such as those from `generate` for a static cache, to the model
 unchanged. None means causal with the rows at the end of the keys. A user's 4D mask, boolean or additive (B, 1 or H, Q,
-K), is used unchanged.
+K), stays one; `is_hidden` says what it hides.
 
 Axes: B batch, H query heads, Q query length, K key length.
 """
@@ -13,7 +13,44 @@ Axes: B batch, H query heads, Q query length, K key length.
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
+
+# Additive masks hide a key by the lowest number of any type, by -inf or by -1e4.
+HIDDEN = -5e3
+
+
+def is_hidden(mask: torch.Tensor) -> torch.Tensor:
+    """Returns what a boolean or additive mask hides, or what is masked in logits with such a mask: bool, as large."""
+    return ~mask if mask.dtype == torch.bool else mask < HIDDEN
+
+
+def with_lowest(mask: Any) -> Any:
+    """Returns an additive mask with the lowest number of its type where it hides a key; any other mask unchanged."""
+    if not isinstance(mask, torch.Tensor) or mask.ndim != 4 or not mask.is_floating_point():
+        return mask
+    return mask.masked_fill(is_hidden(mask), torch.finfo(mask.dtype).min)
+
+
+def readable(tensor: torch.Tensor) -> bool:
+    """Returns True if a tensor has values: not in a compiled graph, a fake tensor, or a batch of `torch.vmap`."""
+    functorch = torch._C._functorch
+    if torch.compiler.is_compiling() or tensor.device.type == "meta":
+        return False
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        if functorch.is_batchedtensor(tensor):
+            return False
+        tensor = functorch.get_unwrapped(tensor)
+    return not isinstance(tensor, FakeTensor)
+
+
+def largest(tensor: torch.Tensor) -> int | None:
+    """Returns the largest of some integers, of a batch of `torch.vmap` too; None where there are no values to read."""
+    if torch.compiler.is_compiling() or tensor.device.type == "meta":
+        return None
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return None if isinstance(tensor, FakeTensor) else int(tensor.max())
 
 
 def is_key_ranges(mask: Any) -> bool:
@@ -73,8 +110,8 @@ def _hides_nothing(attention_mask: torch.Tensor | None) -> bool:
     """Returns True if a 2D mask is known to have no padding, without a GPU synchronisation."""
     if attention_mask is None:
         return True
-    unknown = torch.compiler.is_compiling() or torch.jit.is_tracing() or attention_mask.device.type != "cpu"
-    return not unknown and bool(attention_mask.all())
+    known = readable(attention_mask) and attention_mask.device.type == "cpu" and not torch.jit.is_tracing()
+    return known and bool(attention_mask.all())
 
 
 def dense_mask(key_ranges: torch.Tensor, query_length: int) -> torch.Tensor:
@@ -88,6 +125,16 @@ def dense_mask(key_ranges: torch.Tensor, query_length: int) -> torch.Tensor:
 def causal_mask(query_length: int, key_length: int, device: torch.device) -> torch.Tensor:
     """Returns a boolean (Q, K) mask, True where visible; queries are aligned to the end of the keys."""
     return torch.ones(query_length, key_length, dtype=torch.bool, device=device).tril(key_length - query_length)
+
+
+def visible_keys(mask: Any, rows: slice, query_length: int, key_length: int, device: torch.device) -> torch.Tensor:
+    """Returns what some query rows see by a mask in this form: bool (1 or B, rows, K); in any head, if heads differ."""
+    if mask is None:
+        return causal_mask(query_length, key_length, device)[None, rows]
+    if is_key_ranges(mask):
+        part = torch.cat((mask[:, :, rows], mask[:, :, query_length:]), dim=2)
+        return dense_mask(part, rows.stop - rows.start)[:, 0]
+    return ~is_hidden(mask[:, :, rows]).all(1)
 
 
 # Transformers looks mask functions up globally; without an entry padding would be ignored.

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
 
+from .attention_mask import is_hidden
 from .head_linear import HeadLinear
-from .position_base import PositionContext, head_dim, visible
+from .position_base import PositionContext, head_dim
 
 
 class HeadNorm(nn.Module):
@@ -128,10 +129,10 @@ def previous_slots(context: PositionContext) -> tuple[torch.Tensor, torch.Tensor
     length = positions.shape[1]
     slots = torch.arange(length, device=positions.device)
     if mask is not None and mask.ndim == 4 and mask.dtype != torch.int32:
-        shown = visible(mask[:, 0, :, :length])
+        visible = ~is_hidden(mask[:, 0, :, :length])
         # All rows that attend to a key have the same visible slots before it, if each document or branch has one past.
-        first_row = shown.byte().argmax(1, keepdim=True)
-        previous = _before(torch.where(shown, slots, -1)).gather(1, first_row)[:, 0]
+        first_row = visible.byte().argmax(1, keepdim=True)
+        previous = _before(torch.where(visible, slots, -1)).gather(1, first_row)[:, 0]
         found = previous >= 0
         return torch.where(found, previous, slots), found
     shown = context.key_mask

@@ -9,7 +9,7 @@ import torch
 from transformers.integrations.flex_attention import flex_attention_forward as stock_flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward as stock_sdpa_attention_forward
 
-from .attention_mask import dense_mask, is_key_ranges
+from .attention_mask import dense_mask, is_key_ranges, readable
 
 # On a CPU, attention gets a mask for this number of rows at a time.
 CPU_ROWS = 128
@@ -26,7 +26,7 @@ def sdpa_attention_forward(
     if mask is None or not is_key_ranges(mask):
         return _sdpa(layer, query, key, value, mask, context, **options)
     Q = query.shape[2]
-    if query.device.type != "cpu" or torch.compiler.is_compiling():
+    if query.device.type != "cpu" or not readable(mask):
         return _sdpa(layer, query, key, value, dense_mask(mask, Q), context, **options)
     # A mask for all rows would take memory for 5 B Q K bytes, and what it hides would be computed.
     outputs = []
@@ -48,7 +48,7 @@ def _sdpa(
     rows, keys = query.shape[2], key.shape[2]
     if encodings.hooks["bias"]:
         if mask is None:
-            mask = query.new_ones(rows, keys, dtype=torch.bool).tril_(keys - 1 if rows == 1 else 0)[None, None]
+            mask = query.new_ones(rows, keys, dtype=torch.bool).tril(keys - 1 if rows == 1 else 0)[None, None]
         logits = _no_logits(query, key)
         if any(part.bias_reads == "mask" for part in encodings.hooks["bias"]):
             masked = torch.finfo(torch.float32).min

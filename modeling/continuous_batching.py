@@ -37,7 +37,10 @@ def init_continuous_batching(model: Any, supported: list[str], reason: str | Non
     Encodings that need nothing but queries and keys run as Transformers' own models do. Raises ValueError for what is
     not supported; so does the manager's `add_request`, for prompts that are too long.
     """
-    encoding, limit = model.config.position_encoding, model.base_model.shared_encodings.max_length
+    encoding, limit = (
+        model.config.position_encoding,
+        min(model.base_model.shared_encodings.max_lengths.values(), default=None),
+    )
     if reason not in (None, "key_value_shift=True"):
         raise ValueError(
             f"Continuous batching does not support {reason} (position_encoding={encoding!r}): keys would depend on the "
@@ -45,7 +48,7 @@ def init_continuous_batching(model: Any, supported: list[str], reason: str | Non
         )
     if hints := kwargs.get("workload_hints"):
         _check_length(encoding, limit, hints.max_prompt_length, hints.max_generated_length)
-    if "flash_attention" in supported and reason is None:
+    if "flash_attention_2" in supported and reason is None:
         manager = ContinuousMixin.init_continuous_batching(model, *args, **kwargs)
     else:
         # Versions before have other steps and other pages.

@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 
 from .attention_blockwise import MASKED, Block, BlockBias
-from .position_base import visible
+from .attention_mask import is_hidden
 
 
 class CoPEBias(BlockBias):
@@ -172,7 +172,7 @@ def interpolated(gates: torch.Tensor, query: torch.Tensor, table: torch.Tensor, 
     z = query.to(gates.dtype) @ table.to(gates.dtype) * scale
     step = torch.cat([z[..., 1:] - z[..., :-1], torch.zeros_like(z[..., :1])], -1)
     # NaN is no index; it stays in the fraction.
-    floor = positions.detach().long().clamp_(0, last)
+    floor = positions.detach().long().clamp(0, last)
     return z.gather(-1, floor) + (positions - floor) * step.gather(-1, floor)
 
 
@@ -195,7 +195,7 @@ class GatedCoPEBias(CoPEBias):
         position_query = tensors[2] if len(tensors) > 2 else query
         rows = (position_query if settings[2] else query).to(content.dtype).reshape(B, G, H // G * Q, D)
         gate_logits = (rows @ gate_key.to(content.dtype).transpose(2, 3)).to(content.dtype) * settings[1]
-        gate_logits = gate_logits.view(content.shape).masked_fill(~visible(content), MASKED)
+        gate_logits = gate_logits.view(content.shape).masked_fill(is_hidden(content), MASKED)
         return interpolated(torch.sigmoid(gate_logits), position_query, table, settings[0])
 
     def prepare(self) -> None:
@@ -219,7 +219,7 @@ class GatedCoPEBias(CoPEBias):
         gate_logits = torch.bmm(rows, keys.transpose(1, 2)).view(*logits.shape[:3], width)
         # With a causal mask only, the keys before the rows of the block are visible to all of them.
         masked = min(width, logits.shape[2]) if block.causal_only else width
-        gate_logits[..., :masked].masked_fill_(~visible(logits[..., :masked]), MASKED)
+        gate_logits[..., :masked].masked_fill_(is_hidden(logits[..., :masked]), MASKED)
         return gate_logits.sigmoid_()
 
     def through_gates(self, negative: torch.Tensor, near: torch.Tensor, block: Block) -> torch.Tensor:

@@ -3,7 +3,9 @@
 Axes: B batch, Q new tokens, K all tokens, E hidden size, V vocabulary.
 """
 
+import copy
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,14 +21,20 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from .attention_choice import supported_implementations
-from .attention_mask import is_key_ranges
+from .attention_mask import is_key_ranges, largest, visible_keys, with_lowest
 from .forward_arguments import CACHE, CachedLayer, check_keywords, takes_cache
 from .position_base import PositionContext
 from .pretrained_model import refusal
 
+# Rows of queries whose distances to all keys are in memory at once.
+CHECKED_ROWS = 256
+
 
 class Decoder:
     """The forward pass of the decoders of both families, which define `layers`, `norm` and `embed`."""
+
+    # Whether position_ids (Q,) are those of all rows, as in the stock model.
+    takes_one_row_of_positions = False
 
     @takes_cache
     @merge_with_config_defaults
@@ -47,8 +55,8 @@ class Decoder:
         Args:
             input_ids: int64 (B, Q), or None if `inputs_embeds` is given.
             attention_mask: (B, past + Q) with 0 for padding; 4D (B, 1, Q, K); or from `create_masks_for_generate`.
-            position_ids: int64 (B, Q); positions that start again separate packed documents, where there is neither an
-                attention_mask nor anything in the cache.
+            position_ids: int64 (B, Q) or (1, Q), in GPT-2-style models also (Q,); positions that start again separate
+                packed documents, where there is neither an attention_mask nor anything in the cache.
             cache: the cache, also under the name `past_key_values`.
             inputs_embeds: (B, Q, E).
             use_cache: whether to return a cache.
@@ -78,25 +86,33 @@ class Decoder:
             past_length = past_length.clone().to(inputs_embeds.device)
         consecutive = position_ids is None
         positions: Any = position_ids
+        if position_ids is not None and position_ids.ndim == 1 and self.takes_one_row_of_positions:
+            positions = position_ids[None]
         if consecutive:
             positions = (torch.arange(length, device=inputs_embeds.device) + past_length).unsqueeze(0)
         _check_positions(positions, batch, length)
-        _check_length(config, self.shared_encodings.max_length, positions)
+        limits = self.shared_encodings.max_lengths
+        if "positions" in limits:
+            _check_positions_reach(config, limits["positions"], positions)
         key_length = past.get_mask_sizes(length, first)[0] if past is not None else length
         _check_mask(config, attention_mask, batch, length, past_length, key_length, past is None)
         _check_context_parallel(config)
+        attention_mask = with_lowest(attention_mask)
         given = attention_mask if isinstance(attention_mask, torch.Tensor) else None
         context = PositionContext(positions, given, past_length, key_length, consecutive)
-        context = self.shared_encodings(inputs_embeds, context)
         # Transformers detects packed documents only without a cache; an empty cache is equivalent.
         empty = isinstance(past, DynamicCache) and isinstance(past_length, int) and past_length == 0
-        mask: Any = create_causal_mask(
-            config=config,
+        make_mask = functools.partial(
+            create_causal_mask,
             inputs_embeds=inputs_embeds,
             attention_mask=attention_mask,
             position_ids=None if consecutive else positions,
             **{CACHE: None if empty and not consecutive else past},
         )
+        if "distances" in limits:
+            _check_distances(config, limits["distances"], context, make_mask)
+        context = self.shared_encodings(inputs_embeds, context)
+        mask: Any = make_mask(config=config)
         # Later pipeline stages get hidden states in place of embeddings.
         hidden_states = self.embed(inputs_embeds, positions, token_type_ids) if first == 0 else inputs_embeds
         for layer in self.layers[: config.num_hidden_layers]:
@@ -115,6 +131,8 @@ class Decoder:
 class CausalLM:
     """The decoder with a language-modelling head, of both families."""
 
+    # The loss takes `num_items_in_batch`.
+    accepts_loss_kwargs = True
     _tp_plan: Any = {"lm_head": "colwise_gather_output"}
     _pp_plan: Any = {"lm_head": (["hidden_states"], ["logits"])}
     _fsdp_plan: Any = {"lm_head": "keep_full_weight"}
@@ -251,17 +269,47 @@ def _check_context_parallel(config: Any) -> None:
         )
 
 
-def _check_length(config: Any, limit: int | None, position_ids: torch.Tensor) -> None:
-    if limit is None or position_ids.device.type == "meta":
-        return
+def _check_positions_reach(config: Any, limit: int, positions: torch.Tensor) -> None:
+    """Raises ValueError for positions beyond the table of an encoding."""
     if torch.compiler.is_compiling():
         # A compiled graph cannot read the length; on a GPU this stops the process.
-        message = f"A sequence is longer than position_encoding={config.position_encoding!r} supports ({limit} tokens)."
-        torch._assert_async(position_ids.max() < limit, message)
+        torch._assert_async(((positions >= 0) & (positions < limit)).all(), _too_long(config, limit))
         return
-    length = int(position_ids.max()) + 1
-    if length > limit:
+    highest, lowest = largest(positions), largest(-positions)
+    if lowest is not None and lowest > 0:
         raise refusal(
-            f"A sequence of {length} tokens is longer than position_encoding={config.position_encoding!r} supports "
-            f"({limit} tokens). Shorten it, or use an encoding other than 'absolute' and 'relative'."
+            f"position_ids has the position {-lowest}; position_encoding={config.position_encoding!r} supports 0 to "
+            f"{limit - 1}."
         )
+    if highest is not None and highest >= limit:
+        raise refusal(_too_long(config, limit, highest + 1))
+
+
+def _check_distances(config: Any, limit: int, context: PositionContext, make_mask: Callable[..., Any]) -> None:
+    """Raises ValueError if a query sees a key beyond the distances of an encoding."""
+    queries, keys, shown = context.query_positions, context.key_positions, context.key_mask
+    # No distance is larger, whatever is visible to which query.
+    bound = queries.amax(-1) - (keys if shown is None else torch.where(shown, keys, queries.amax())).amin(-1)
+    if torch.compiler.is_compiling():
+        torch._assert_async((bound < limit).all(), _too_long(config, limit))
+        return
+    if (found := largest(bound)) is None or found < limit:
+        return
+    config_of_mask = copy.copy(config)
+    config_of_mask._attn_implementation_internal = "blockwise"
+    mask = make_mask(config=config_of_mask)
+    (_, Q), K = queries.shape, keys.shape[1]
+    for start in range(0, Q, CHECKED_ROWS):
+        rows = slice(start, min(start + CHECKED_ROWS, Q))
+        visible = visible_keys(mask, rows, Q, K, keys.device)
+        distance = torch.where(visible, queries[:, rows, None] - keys[:, None], 0)
+        if (found := largest(distance) or 0) >= limit:
+            raise refusal(_too_long(config, limit, found + 1))
+
+
+def _too_long(config: Any, limit: int, length: int | None = None) -> str:
+    which = "A sequence" if length is None else f"A sequence of {length} tokens"
+    return (
+        f"{which} is longer than position_encoding={config.position_encoding!r} supports ({limit} tokens). Shorten it, "
+        "or use an encoding other than 'absolute' and 'relative'."
+    )

@@ -1,13 +1,15 @@
 """Arguments of the forward passes: the cache under both of its names, and keywords that must not be ignored.
 
 Transformers 5.24 renamed `past_key_values` to `cache`, in calls and in outputs. Forward passes here take both names in
-every version. Other keywords are passed on to the attention functions, as in Transformers. A keyword whose name stands
-for a mask, positions or a cache in other models would have no effect here, and is an error; so is a misspelt one.
+every version. Other keywords are passed on to the attention functions, as in Transformers, where most mean nothing.
+Three kinds would change the result elsewhere and have no effect here; they are errors: the names in `_ELSEWHERE`, a
+cache under any other name, and a misspelt argument.
 """
 
 import difflib
 import functools
 import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +21,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import TransformersKwargs
 
 from .attention_choice import supported_implementations
+from .attention_mask import readable
 
 # The name of the cache in the installed version.
 CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
@@ -34,10 +37,83 @@ _ARGUMENTS = (
     "token_type_ids",
     "use_cache",
 )
-# Parts of names that other models, engines and older versions give to masks, positions, caches and the like.
-_MEANINGFUL = (
-    *("attn", "bias", "cache", "decoder", "document", "encoder", "kv", "mask", "past", "position"),
-    *("segment", "seq", "softcap", "softmax", "window"),
+# What other models, engines and older versions of Transformers call masks, positions, caches and documents.
+_ELSEWHERE = frozenset(
+    [
+        "attention_bias",
+        "attn_bias",
+        "attn_mask",
+        "attn_mask_startend_row_indices",
+        "block_mask",
+        "causal_mask",
+        "cross_attention_mask",
+        "cross_attn_head_mask",
+        "decoder_attention_mask",
+        "decoder_head_mask",
+        "encoder_attention_mask",
+        "global_attention_mask",
+        "head_mask",
+        "input_mask",
+        "key_padding_mask",
+        "loss_mask",
+        "mask",
+        "mask_mod",
+        "masks",
+        "pad_mask",
+        "padding_mask",
+        "perm_mask",
+        "score_mod",
+        "sliding_window",
+        "softcap",
+        "softmax_scale",
+        "window_size",
+        "cache_position",
+        "decoder_position_ids",
+        "input_pos",
+        "pos_ids",
+        "position",
+        "position_bias",
+        "position_embeddings",
+        "positions",
+        "relative_position_bias",
+        "rope_deltas",
+        "start_pos",
+        "cache_params",
+        "caches",
+        "decoder_cache",
+        "decoder_input_ids",
+        "decoder_inputs_embeds",
+        "encoder_cache",
+        "encoder_hidden_states",
+        "encoder_outputs",
+        "inference_params",
+        "kv_cache",
+        "kv_caches",
+        "layer_past",
+        "mems",
+        "past",
+        "past_key_value",
+        "past_key_values_length",
+        "past_kv",
+        "past_length",
+        "shared_kv_states",
+        "cu_doc_lens",
+        "cu_seq_lens",
+        "cu_seqlens",
+        "cu_seqlens_k",
+        "cu_seqlens_q",
+        "doc_ids",
+        "document_id",
+        "document_ids",
+        "document_mask",
+        "max_seqlen_k",
+        "max_seqlen_q",
+        "segment_ids",
+        "seq_lens",
+        "seqlens",
+        "sequence_id",
+        "sequence_ids",
+    ]
 )
 # Where documents begin that are packed in one row, and what belongs to it.
 _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
@@ -49,6 +125,14 @@ def takes_cache(forward: Callable) -> Callable:
 
     @functools.wraps(forward)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if CACHE == "cache" and "past_key_values" in kwargs and not torch.compiler.is_compiling():
+            # As Transformers' own models, which also warn in versions that call it `cache`.
+            warnings.warn(
+                "`past_key_values` is deprecated and will be removed in version 5.40.0 for "
+                f"`{type(args[0]).__name__}.{forward.__name__}`. Use `cache` instead.",
+                FutureWarning,
+                stacklevel=2,
+            )
         old = kwargs.pop("past_key_values", None)
         if old is not None:
             kwargs["cache"] = one_cache(kwargs.get("cache"), old)
@@ -85,7 +169,7 @@ def check_keywords(config: Any, kwargs: dict[str, Any], mask: Any, positions: An
     for name, value in kwargs.items():
         if value is None or name in _ARGUMENTS or name in _PACKED or name in TransformersKwargs.__optional_keys__:
             continue
-        if isinstance(value, (Cache, PagedAttentionCache)) or any(part in name for part in _MEANINGFUL):
+        if isinstance(value, (Cache, PagedAttentionCache)) or name in _ELSEWHERE:
             takes = ", ".join(one for one in _ARGUMENTS if one not in _NAMES or one == CACHE)
             raise ValueError(f"{name}={_shown(value)} has no effect: the model does not take it. It takes {takes}.")
         if near := _nearest(name):
@@ -107,7 +191,7 @@ def check_keywords(config: Any, kwargs: dict[str, Any], mask: Any, positions: An
 def _check_packed(kwargs: dict[str, Any], mask: Any, positions: Any, cache: Any) -> None:
     """Raises ValueError if keywords separate packed documents that `position_ids` do not: only these have an effect."""
     name = next((name for name in _PACKED if kwargs.get(name) is not None), None)
-    if name is None or torch.compiler.is_compiling():
+    if name is None or not readable(kwargs[name]):
         return
     separate = mask is None and positions is not None
     if cache is not None:
@@ -126,7 +210,8 @@ def _check_packed(kwargs: dict[str, Any], mask: Any, positions: Any, cache: Any)
 
 @torch.compiler.assume_constant_result
 def _nearest(name: str) -> str | None:
-    names = [*_ARGUMENTS, *TransformersKwargs.__optional_keys__]
+    # `max_length` is not a misspelt `max_length_q`.
+    names = [*_ARGUMENTS, *(one for one in TransformersKwargs.__optional_keys__ if not one.startswith("max_length"))]
     return next(iter(difflib.get_close_matches(name, names, n=1, cutoff=0.83)), None)
 
 

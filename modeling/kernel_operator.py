@@ -3,6 +3,7 @@
 Axes: B batch, H query heads, Q query rows, V channels of values.
 """
 
+import functools
 import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,6 +21,11 @@ def empty_results(tensors: Sequence[Any]) -> list[torch.Tensor]:
     return [query.new_empty(*query.shape[:3], value.shape[3]), numbers]
 
 
+def in_transform() -> bool:
+    """Returns True within a transform of `torch.func`, which supports no `autograd.Function` of the ordinary kind."""
+    return torch._C._are_functorch_transforms_active()
+
+
 def check_shapes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
     """Raises ValueError if the shapes of query, key and value do not fit."""
     B, H, Q, D = query.shape
@@ -35,6 +41,22 @@ def _given(tensors: Sequence[torch.Tensor], present: Sequence[bool]) -> list[Any
     """Returns tensors, and None for those that are not present."""
     found = iter(tensors)
     return [next(found) if one else None for one in present]
+
+
+def _one_by_one(operator: Any) -> Any:
+    """Returns the rule of `torch.vmap` for an operator: one call for each member of the batch."""
+
+    def rule(info: Any, dims: Any, *arguments: Any) -> Any:
+        def member(index: int, one: Any, dim: Any) -> Any:
+            if isinstance(one, (list, tuple)) and isinstance(dim, (list, tuple)):
+                return [member(index, *pair) for pair in zip(one, dim, strict=True)]
+            return one if dim is None else one.select(dim, index)
+
+        calls = [operator(*map(functools.partial(member, index), arguments, dims)) for index in range(info.batch_size)]
+        results = [torch.stack(parts) for parts in zip(*calls, strict=True)]
+        return results, [0] * len(results)
+
+    return rule
 
 
 class Operator:
@@ -68,6 +90,7 @@ class Operator:
         def _(tensors, present, count, *settings):
             return empty(tensors)
 
+        run_forward.register_vmap(_one_by_one(run_forward))
         results = "Tensor grad, Tensor? grad_numbers, Tensor[] results"
 
         @torch.library.custom_op(
@@ -80,23 +103,28 @@ class Operator:
         def _(grad, grad_numbers, results, tensors, present, count, *settings):
             return [one.new_empty(one.shape) for one in tensors[:count]]
 
+        run_backward.register_vmap(_one_by_one(run_backward))
+
         def save(ctx: Any, inputs: tuple, output: list[torch.Tensor]) -> None:
             tensors, *ctx.settings = inputs
             ctx.set_materialize_grads(False)
             ctx.save_for_backward(*tensors, *output)
 
-        def differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> tuple:
-            # Activation checkpointing allows reading this only once.
-            read, size = list(ctx.saved_tensors), sum(ctx.settings[0])
-            tensors, results = read[:size], read[size:]
-            grad, grad_numbers, *_ = grads
-            gradients: list[Any] = []
+        def gradients(call: Callable, saved: Sequence[Any], settings: Sequence[Any], grads: Sequence[Any]) -> list:
+            """Returns a gradient or None for each tensor; `call` is `run_backward`, or has its arguments."""
+            size, (grad, grad_numbers, *_) = sum(settings[0]), grads
+            found: Sequence[torch.Tensor] = []
             if grad is not None or grad_numbers is not None:
-                grad = torch.zeros_like(empty_results(tensors)[0]) if grad is None else grad
-                gradients = run_backward(grad, grad_numbers, results, tensors, *ctx.settings)
+                grad = torch.zeros_like(saved[size]) if grad is None else grad
+                found = call(grad, grad_numbers, saved[size:], saved[:size], *settings)
+            return [*found, *[None] * (size - len(found))]
+
+        def differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> tuple:
+            # Activation checkpointing allows reading `saved_tensors` only once.
+            found = gradients(run_backward, list(ctx.saved_tensors), ctx.settings, grads)
             # PyTorch takes an empty list for a list of tensors.
             rest: list[Any] = [[] if isinstance(setting, list) and not setting else None for setting in ctx.settings]
-            return [*gradients, *[None] * (size - len(gradients))], *rest
+            return found, *rest
 
         def refuse(ctx: Any, *grads: Any) -> None:
             raise NotImplementedError(
@@ -105,6 +133,43 @@ class Operator:
 
         run_forward.register_autograd(differentiate, setup_context=save)
         run_backward.register_autograd(refuse)
+
+        # Within transforms of `torch.func`, PyTorch supports this form only.
+        class TransformedBackward(torch.autograd.Function):
+            generate_vmap_rule = True
+
+            @staticmethod
+            def forward(settings: tuple, results: int, *tensors: Any) -> tuple:
+                grad, grad_numbers, *rest = tensors
+                return tuple(run_backward(grad, grad_numbers, rest[:results], rest[results:], *settings))
+
+            @staticmethod
+            def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+                pass
+
+            backward = staticmethod(refuse)
+
+        def transformed_backward(grad: Any, grad_numbers: Any, results: Any, tensors: Any, *settings: Any) -> tuple:
+            return TransformedBackward.apply(settings, len(results), grad, grad_numbers, *results, *tensors)
+
+        class TransformedForward(torch.autograd.Function):
+            generate_vmap_rule = True
+
+            @staticmethod
+            def forward(settings: tuple, *tensors: torch.Tensor) -> tuple:
+                return tuple(run_forward(list(tensors), *settings))
+
+            @staticmethod
+            def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+                ctx.settings, *tensors = inputs
+                ctx.set_materialize_grads(False)
+                ctx.save_for_backward(*tensors, *output)
+
+            @staticmethod
+            def backward(ctx: Any, *grads: Any) -> tuple:
+                return None, *gradients(transformed_backward, ctx.saved_tensors, ctx.settings, grads)
+
+        self.transformed = TransformedForward.apply
         self.forward, self.backward, self.decode = run_forward, run_backward, None
         if decode is None:
             return
@@ -129,6 +194,9 @@ class Operator:
     def __call__(self, differentiable: Sequence[Any], others: Sequence[Any], *settings: Any) -> list[torch.Tensor]:
         """Returns the output and the other results of `forward`, or only the output, of `decode`."""
         arguments = self.arguments(differentiable, others)
+        if in_transform():
+            tensors, *rest = arguments
+            return list(self.transformed((*rest, *settings), *tensors))
         wanted = torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in differentiable)
         if self.decode is not None and differentiable[0].shape[2] == 1 and not wanted and not settings[-1]:
             return [self.decode(*arguments, *settings)]

@@ -119,6 +119,8 @@ class WhatWhereGPT2PreTrainedModel(WhatWherePreTrainedModel):
 class WhatWhereGPT2Model(Decoder, WhatWhereGPT2PreTrainedModel):
     """The decoder without a head."""
 
+    takes_one_row_of_positions = True
+
     def __init__(self, config: WhatWhereGPT2Config) -> None:
         super().__init__(config)
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)

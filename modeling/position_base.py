@@ -12,15 +12,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from .attention_mask import is_hidden
 from .validation import describe_type, matches_type, suggest
-
-# A logit below this is masked: additive masks hide a key by the lowest number of any type, by -inf or by -1e4.
-HIDDEN = -5e3
-
-
-def visible(mask: torch.Tensor) -> torch.Tensor:
-    """Returns a mask of any shape, bool or additive, as bool: True where a key is visible."""
-    return mask if mask.dtype == torch.bool else mask > HIDDEN
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +25,8 @@ class Parameters:
 
     # A sentence that the error for an unknown key ends with.
     unknown_key_hint: ClassVar[str] = ""
+    # What `max_length` limits: the positions themselves, or the distances between a query and the keys that it sees.
+    limits: ClassVar[Literal["positions", "distances"]] = "positions"
     # Whether the encoding's kernel supports these parameters.
     in_kernel = True
 
@@ -132,11 +127,11 @@ class PositionContext:
             return positions
         offsets = torch.arange(self.key_length, device=positions.device) - self.past_length
         new = positions[:, offsets.clamp(0, length - 1)]
-        shown = None if self.consecutive else self.key_mask
-        if shown is None:
+        visible = None if self.consecutive else self.key_mask
+        if visible is None:
             cached = positions[:, :1] + offsets
         else:
-            past = (shown & (offsets < 0)).long()
+            past = (visible & (offsets < 0)).long()
             # The number of visible cached tokens from each slot to the last cached one.
             cached = positions[:, :1] - (past.sum(-1, keepdim=True) - past.cumsum(-1) + past)
         return torch.where(offsets < 0, cached, new)
@@ -148,14 +143,14 @@ class PositionContext:
         if mask is None:
             return None
         if mask.ndim == 2:
-            shown = mask != 0
+            visible = mask != 0
         elif mask.dtype == torch.int32:
             # The key ranges of `attention_mask`.
-            shown = mask[:, 0, self.query_positions.shape[1] :, 0] != 0
+            visible = mask[:, 0, self.query_positions.shape[1] :, 0] != 0
         else:
-            shown = visible(mask[:, 0, -1])
-        missing = max(0, self.key_length - shown.shape[-1])
-        return nn.functional.pad(shown, (0, missing))[:, : self.key_length]
+            visible = ~is_hidden(mask[:, 0, -1])
+        missing = max(0, self.key_length - visible.shape[-1])
+        return nn.functional.pad(visible, (0, missing))[:, : self.key_length]
 
     def to(self, *args: Any, **kwargs: Any) -> "PositionContext":
         """Returns a copy on another device: what accelerate calls when layers are on several."""

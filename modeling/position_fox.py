@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 
 from .attention_blockwise import Block, BlockBias, join_digits, split_digits
+from .attention_mask import is_hidden
 from .head_linear import HeadLinear
-from .position_base import Parameters, PositionContext, PositionEncoding, visible
+from .position_base import Parameters, PositionContext, PositionEncoding
 
 # Rows of a block that take their sums from one reference: the fewer, the smaller the numbers that are rounded.
 REFERENCE_ROWS = 16
@@ -52,7 +53,7 @@ class FoXBias(BlockBias):
     @staticmethod
     def bias(content: torch.Tensor, query: torch.Tensor, tensors: Sequence, settings: Sequence) -> torch.Tensor:
         (log_forget,) = tensors
-        gates = torch.where(visible(content), log_forget[:, :, None].to(content.dtype), 0.0)
+        gates = torch.where(is_hidden(content), 0.0, log_forget[:, :, None].to(content.dtype))
         return _newer(gates.flip(-1)).flip(-1)
 
     def prepare(self) -> None:
@@ -73,7 +74,7 @@ class FoXBias(BlockBias):
         if block.visible is not None:
             return block.visible
         assert block.additive is not None, "a block that is not causal has one of the two masks"
-        return visible(block.additive)
+        return ~is_hidden(block.additive)
 
     def add(self, logits: torch.Tensor, block: Block, *, keep: bool) -> None:
         gates = self.log_forget[block.chunk, :, None, block.columns]

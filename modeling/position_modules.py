@@ -10,7 +10,7 @@ from torch import nn
 
 from .attention_choice import layer_default, layer_kernel
 from .position_base import PositionContext
-from .position_plan import layer_plan, max_length, parse
+from .position_plan import layer_plan, max_lengths, parse
 
 
 def embedding(config: Any) -> nn.Module | None:
@@ -25,7 +25,7 @@ class SharedPositionEncodings(nn.ModuleDict):
     def __init__(self, config: Any) -> None:
         shared = {name: cls.shared(config, parameters) for name, (cls, parameters) in parse(config).items()}
         super().__init__({name: module for name, module in shared.items() if module is not None})
-        self.max_length = max_length(config)
+        self.max_lengths = max_lengths(config)
 
     def forward(self, hidden: torch.Tensor, context: PositionContext) -> PositionContext:
         """Fills `context.shared` for a forward pass over hidden states (B, Q, E); returns the context."""

@@ -112,7 +112,16 @@ def layer_plan(config: Any) -> list[list[Part]]:
     ]
 
 
+def max_lengths(config: Any) -> dict[str, int]:
+    """Returns the lowest limit of each kind, see `Parameters.limits`, that the encodings have."""
+    found: dict[str, int] = {}
+    for _, parameters in parse(config).values():
+        limit, kind = parameters.max_length(config), parameters.limits
+        if limit is not None:
+            found[kind] = min(limit, found.get(kind, limit))
+    return found
+
+
 def max_length(config: Any) -> int | None:
     """Returns the longest sequence, in tokens, that the encodings support, or None if there is no limit."""
-    limits = [parameters.max_length(config) for _, parameters in parse(config).values()]
-    return min((limit for limit in limits if limit is not None), default=None)
+    return min(max_lengths(config).values(), default=None)

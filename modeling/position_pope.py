@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from .attention_mask import dense_mask, is_key_ranges
+from .attention_mask import dense_mask, is_key_ranges, readable
+from .kernel_operator import in_transform
 from .position_base import Parameters, PositionContext, PositionEncoding, head_dim
 
 
@@ -112,8 +113,7 @@ class _Turn(torch.autograd.Function):
         polar = features[..., :R]
         if torch.compiler.is_compiling():
             # ExecuTorch has no empty tensor of a length that is not known.
-            products = [(polar * factor).to(features.dtype) for factor in (cos, sin)]
-            return torch.cat([*products, features[..., R:]] if features.shape[-1] > R else products, dim=-1)
+            return _turned(features, cos, sin)
         turned = features.new_empty(*features.shape[:-1], features.shape[-1] + R)
         torch.mul(polar, cos, out=turned[..., :R])
         torch.mul(polar, sin, out=turned[..., R : 2 * R])
@@ -133,6 +133,13 @@ class _Turn(torch.autograd.Function):
             return grad_features, None, None
         polar = features[..., :R]
         return grad_features, (real * polar).sum_to_size(cos.shape), (imaginary * polar).sum_to_size(sin.shape)
+
+
+def _turned(features: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """What `_Turn` computes, by differentiable operations."""
+    R = cos.shape[-1]
+    products = [(features[..., :R] * factor).to(features.dtype) for factor in (cos, sin)]
+    return torch.cat([*products, features[..., R:]] if features.shape[-1] > R else products, dim=-1)
 
 
 class PhaseShift(nn.Module):
@@ -180,22 +187,21 @@ class PolarTables(nn.Module):
 
     def _of(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns cos and sin, float32 (1 or B, 1, T, R), of int64 positions (1 or B, T)."""
-        if positions.device.type != "cpu" or torch.compiler.is_compiling() or positions.numel() == 0:
+        if positions.device.type != "cpu" or not readable(positions) or positions.numel() == 0:
             return self._compute(positions[:, None])
-        length = int(positions.max()) + 1
-        if length > KEPT_POSITIONS:
+        lowest, highest = map(int, positions.aminmax())
+        length = highest + 1
+        if lowest < 0 or length > KEPT_POSITIONS:
             return self._compute(positions[:, None])
         if self.kept is None or self.kept[0].shape[0] < length:
             # Autograd cannot save inference tensors, and this forward pass may be followed by a training step.
             with torch.inference_mode(False), torch.no_grad():
                 self.kept = self._compute(torch.arange(min(KEPT_POSITIONS, max(256, 2 * length))))
         first = int(positions[0, 0])
-        if first >= 0 and torch.equal(positions, torch.arange(first, first + positions.shape[1])[None]):
+        if torch.equal(positions, torch.arange(first, first + positions.shape[1])[None]):
             consecutive = slice(first, first + positions.shape[1])
             return self.kept[0][None, None, consecutive], self.kept[1][None, None, consecutive]
-        # Masked slots may have a negative position, which is unused.
-        rows = positions.clamp(min=0)[:, None]
-        return self.kept[0][rows], self.kept[1][rows]
+        return self.kept[0][positions[:, None]], self.kept[1][positions[:, None]]
 
     def _compute(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         with torch.autocast(positions.device.type, enabled=False):
@@ -255,7 +261,11 @@ class PoPE(PositionEncoding):
         if kind == "identity":
             return features
         polar, plain = features[..., : self.rotated], features[..., self.rotated :]
-        polar = torch.relu(polar) if kind == "relu" else _Softplus.apply(polar.float()).to(features.dtype)
+        if kind == "relu":
+            polar = torch.relu(polar)
+        else:
+            softplus = nn.functional.softplus if in_transform() else _Softplus.apply
+            polar = softplus(polar.float()).to(features.dtype)
         return torch.cat((polar, plain), dim=-1) if plain.shape[-1] else polar
 
     @classmethod
@@ -269,7 +279,8 @@ class PoPE(PositionEncoding):
         *_, key_cos, key_sin = context.shared[self.name]
         query_tables = self._query_tables(query, context)
         key_tables = key_cos.to(key.dtype), key_sin.to(key.dtype)
-        return _Turn.apply(query, *query_tables), _Turn.apply(key, *key_tables)
+        turn = _turned if in_transform() else _Turn.apply
+        return turn(query, *query_tables), turn(key, *key_tables)
 
     def _query_tables(self, query: torch.Tensor, context: PositionContext) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns cos and sin of the queries' phases, delta included: (1 or B, 1 or H, Q, R), in their type."""
@@ -290,7 +301,7 @@ class PoPE(PositionEncoding):
     ) -> tuple[torch.Tensor, None] | None:
         """Decodes one new token on a CPU, where writing all rotated keys takes longer than the attention."""
         fast = query.shape[2] == 1 and query.device.type == "cpu" and options["implementation"] in ("sdpa", "blockwise")
-        if not fast or options["dropout"] > 0 or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if not fast or options["dropout"] > 0 or torch.is_grad_enabled() or not readable(query):
             return None
         *_, key_cos, key_sin = context.shared[self.name]
         query_tables = self._query_tables(query, context)

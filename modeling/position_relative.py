@@ -26,6 +26,7 @@ class RelativeParameters(Parameters):
             (the last entry: "relative-capped").
     """
 
+    limits = "distances"
     num_positions: int | None = None
     beyond: Literal["error", "none", "last"] = "error"
 

@@ -26,9 +26,9 @@ from .attention_blockwise import (
     direct_attention,
 )
 from .attention_fla import fused_stick_breaking_attention
-from .attention_mask import causal_mask, dense_mask, is_key_ranges
+from .attention_mask import causal_mask, dense_mask, is_hidden, is_key_ranges
 from .learned_table import LearnedTable
-from .position_base import Parameters, PositionContext, PositionEncoding, visible
+from .position_base import Parameters, PositionContext, PositionEncoding
 
 # Above it softplus(x) is taken as x (the paper's stabilised softplus).
 LINEAR = 15.0
@@ -71,7 +71,7 @@ def break_stick(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _without_own(mask: torch.Tensor) -> torch.Tensor:
     """Hides the newest key that each row sees, its own token, in a 4D mask (..., Q, K), bool or additive."""
-    own = mask.shape[-1] - 1 - visible(mask).flip(-1).to(torch.uint8).argmax(-1, keepdim=True)
+    own = mask.shape[-1] - 1 - (~is_hidden(mask)).flip(-1).to(torch.uint8).argmax(-1, keepdim=True)
     return mask.scatter(-1, own, False if mask.dtype == torch.bool else float("-inf"))
 
 

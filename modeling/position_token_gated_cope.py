@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 
 from .attention_blockwise import compute_dtype, join_digits, split_digits
-from .attention_mask import is_key_ranges
+from .attention_mask import is_hidden, is_key_ranges, readable
 from .head_linear import HeadLinear
 from .learned_table import LearnedTable
-from .position_base import Parameters, PositionContext, PositionEncoding, visible
+from .position_base import Parameters, PositionContext, PositionEncoding
 
 # The standard deviation of all weights at the start.
 STD = 0.02
@@ -96,12 +96,12 @@ class TokenGatedCoPE(PositionEncoding):
         gates = self._gates(context)[:, :, None].to(dtype)
         table = self.table(None).to(dtype)
         P = table.shape[0]
-        positions = (gates * visible(logits)).cumsum(-1).clamp(0.0, P - 1.001)
+        positions = torch.where(is_hidden(logits), 0.0, gates).cumsum(-1).clamp(0.0, P - 1.001)
         # The gradient of a position flows through the fraction only; where it is clamped, there is none.
         z = F.linear(context.query.to(dtype), self.position_query(None).to(dtype)) @ table.T * scaling
         step = torch.cat([z[..., 1:] - z[..., :-1], torch.zeros_like(z[..., :1])], -1)
         # NaN is no index; it stays in the fraction.
-        floor = positions.detach().long().clamp_(0, P - 1)
+        floor = positions.detach().long().clamp(0, P - 1)
         return z.gather(-1, floor) + (positions - floor) * step.gather(-1, floor)
 
     def kernel(
@@ -125,7 +125,7 @@ class TokenGatedCoPE(PositionEncoding):
         P = table.shape[0]
         positions = positions.to(gates.dtype).clamp(0.0, P - 1.001)
         # As in `bias`.
-        floor = positions.detach().long().clamp_(0, P - 1)
+        floor = positions.detach().long().clamp(0, P - 1)
         below, above = (F.embedding(level, table) for level in (floor, (floor + 1).clamp(max=P - 1)))
         embeddings = torch.lerp(below, above, (positions - floor)[..., None])
         key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
@@ -147,7 +147,7 @@ def token_starts(key_ranges: torch.Tensor, query_length: int, *, check: bool) ->
     begins = torch.where(sees, low, 0)
     # Documents are contiguous: a token's one begins at the last slot, up to its own, at which a row begins.
     starts = low.new_zeros(key_ranges.shape[0], key_length).scatter_(1, begins, begins).cummax(-1).values
-    if check and not torch.compiler.is_compiling():
+    if check and readable(key_ranges):
         last = starts.gather(1, (high - 1).clamp(min=0))
         if bool((sees & (last != low)).any()):
             raise ValueError(

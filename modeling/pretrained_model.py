@@ -52,6 +52,8 @@ class WhatWherePreTrainedModel(PreTrainedModel):
     _can_compile_fullgraph = True
     _supports_attention_backend = True
     _decoder_class: Any = None
+    # Trainer would take `**kwargs` for a loss that is already divided by the number of accumulated batches.
+    accepts_loss_kwargs = False
 
     def __init__(self, config: Any, *inputs: Any, **kwargs: Any) -> None:
         if minor_version(transformers.__version__) > minor_version(NEWEST_TESTED):
@@ -74,7 +76,7 @@ class WhatWherePreTrainedModel(PreTrainedModel):
             del config.rope_parameters
         config.validate()
         supported = supported_implementations(config)
-        self._supports_sdpa, self._supports_flash_attn = "sdpa" in supported, "flash_attention" in supported
+        self._supports_sdpa, self._supports_flash_attn = "sdpa" in supported, "flash_attention_2" in supported
         super().__init__(config, *inputs, **kwargs)
         self._built_with = _fixed_fields(config)
         ours = self._decoder_class and type(config).__name__ == self._decoder_class.config_class.__name__
@@ -217,7 +219,7 @@ class WhatWherePreTrainedModel(PreTrainedModel):
         try:
             module = importlib.import_module("whatwhere.continuous_batching")
         except ImportError as error:
-            if "flash_attention" in supported and reason is None:
+            if "flash_attention_2" in supported and reason is None:
                 return super().init_continuous_batching(*args, **kwargs)  # type: ignore[misc]
             raise refusal(
                 f"Continuous batching of position_encoding={self.config.position_encoding!r} needs more code than this "

@@ -26,7 +26,7 @@ from tiny import (
     tiny_model,
     tokens,
 )
-from whatwhere.attention_choice import supported_implementations
+from whatwhere.attention_choice import flash_names, supported_implementations
 from whatwhere.attention_mask import dense_mask, is_key_ranges, key_ranges_mask
 from whatwhere.position_base import PositionContext
 from whatwhere.position_cope import CoPE
@@ -270,7 +270,7 @@ def test_names_of_the_implementations():
         (["pope", "alibi"], ["auto", "triton", "sdpa", "flex_attention", "blockwise", "eager"]),
         (["cope+rope", "fox"], ["auto", "triton", "blockwise", "eager"]),
         (["alibi", "rope"], ["auto", "triton", "sdpa", "flex_attention", "blockwise", "eager"]),
-        (["rope", "none"], ["sdpa", "flex_attention", "flash_attention", "eager"]),
+        (["rope", "none"], ["sdpa", "flex_attention", *flash_names(), "eager"]),
         (["cope", "cope"], ["auto", "triton", "blockwise", "eager"]),
     ],
     ids=str,

@@ -13,13 +13,14 @@ import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassClassValidationError, StrictDataclassFieldValidationError
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.testing_utils import CaptureLogger
 from transformers.utils import TransformersKwargs, logging
 
 import whatwhere
 from tiny import FAMILIES, causal_lm_class, declared, tiny_config, tiny_model, tokens
 from whatwhere import WhatWhereGPT2Config, WhatWhereLlamaConfig
-from whatwhere.attention_choice import supported_implementations
+from whatwhere.attention_choice import flash_names, supported_implementations
 from whatwhere.forward_arguments import CACHE
 from whatwhere.position_plan import COMBINATIONS
 from whatwhere.position_registry import POSITION_ENCODINGS
@@ -481,12 +482,17 @@ def test_unsupported_attention_is_refused_by_name(encoding):
     named = re.escape(repr(encoding))
     flash = {"flash_attention_2", "kernels-community/flash-attn2"}
     for name in {"sdpa", "flex_attention", "blockwise", *flash} - set(supported):
-        if name in flash and "flash_attention" in supported:
+        if name in flash and "flash_attention_2" in supported:
             continue
         with pytest.raises(ValueError, match=f'attn_implementation="{name}".* position_encoding={named}'):
             causal_lm_class("llama")._from_config(tiny_config("llama", encoding), attn_implementation=name)
     with pytest.raises(ValueError, match=r'attn_implementation="fast".*Allowed: .*eager'):
         causal_lm_class("llama")._from_config(tiny_config("llama", encoding), attn_implementation="fast")
+    # Not a name of Transformers: the error lists names that it takes.
+    with pytest.raises(ValueError, match=r'attn_implementation="flash_attention".*Allowed: ') as error:
+        causal_lm_class("llama")._from_config(tiny_config("llama", encoding), attn_implementation="flash_attention")
+    for name in re.findall(r"'(\w+)'", str(error.value).partition("Allowed: ")[2]):
+        assert name in ("auto", "triton", "blockwise", "eager") or name in ALL_ATTENTION_FUNCTIONS
     model = causal_lm_class("llama")(config)
     assert model.config._attn_implementation == supported[0]
     if "sdpa" not in supported:
@@ -499,7 +505,7 @@ def test_unsupported_attention_is_refused_by_name(encoding):
 def test_attention_weights_are_given_or_refused(family, encoding):
     ids = tokens(1, 5)
     for implementation in supported_implementations(tiny_config(family, encoding)):
-        if implementation in ("triton", "flash_attention", "flex_attention", "eager"):
+        if implementation in ("triton", *flash_names(), "flex_attention", "eager"):
             continue
         model = tiny_model(family, encoding, implementation)
         for options in ({"output_attentions": True}, {"output_attentions": True, "use_cache": False}):

@@ -10,7 +10,7 @@ from transformers import DynamicCache, StaticCache
 
 import whatwhere
 from tiny import FAMILIES, OURS, declared, in_steps, slow_but, tiny_config, tiny_model, tokens
-from whatwhere.attention_choice import supported_implementations
+from whatwhere.attention_choice import flash_names, supported_implementations
 from whatwhere.forward_arguments import CACHE
 from whatwhere.position_plan import COMBINATIONS
 
@@ -109,7 +109,7 @@ def build_config(family, encoding, **fields):
 
 def quick_implementations(model):
     """The implementations of a model but those that compile or are interpreted, which have tests of their own."""
-    left_out = ("flash_attention", "flex_attention", "triton")
+    left_out = (*flash_names(), "flex_attention", "triton")
     return [name for name in supported_implementations(model.config) if name not in left_out]
 
 
@@ -222,7 +222,8 @@ def test_a_shift_of_all_positions_changes_nothing(family, encoding):
             model.set_attn_implementation(name)
             expected = model(ids, position_ids=positions).logits
             # The cosines of other angles are rounded in another way.
-            close(model(ids, position_ids=positions + 37).logits, expected, 1e-4)
+            for shift in (37, -5):
+                close(model(ids, position_ids=positions + shift).logits, expected, 1e-4)
         cache = DynamicCache(config=model.config)
         close(in_steps(model, ids, (8, 1, 1), cache, positions=positions + 37), expected, 1e-4)
 
@@ -315,6 +316,28 @@ def test_cached_decoding_past_a_hole_in_the_mask(family, encoding, given):
         full = run(0, 20, use_cache=False).logits
         prefill = run(0, 13, use_cache=True)
         close(run(13, 20, cache=prefill[CACHE]).logits, full[:, 13:])
+
+
+@every_model
+def test_every_form_of_a_4d_mask_hides_the_same(family, encoding):
+    model = build(family, encoding)
+    ids, positions = tokens(1, 8), torch.tensor([[0, 1, 2, 0, 3, 4, 5, 6]])
+    shown = torch.ones(8, 8, dtype=torch.bool).tril()
+    # The prompt has a hole, which only its own token sees.
+    shown[4:, 3] = False
+
+    def run(form):
+        masks = [form(shown[rows, :end])[None, None] for rows, end in ((slice(0, 5), 5), (slice(5, 8), 8))]
+        prefill = model(ids[:, :5], attention_mask=masks[0], position_ids=positions[:, :5], use_cache=True)
+        step = model(ids[:, 5:], attention_mask=masks[1], position_ids=positions[:, 5:], cache=prefill[CACHE])
+        return torch.cat((prefill.logits, step.logits), dim=1)
+
+    with torch.no_grad():
+        for name in quick_implementations(model):
+            model.set_attn_implementation(name)
+            expected = run(lambda mask: mask)
+            for lowest in (-1e4, torch.finfo(torch.float32).min, -float("inf")):
+                close(run(lambda mask, lowest=lowest: torch.where(mask, 0.0, lowest)), expected)
 
 
 @other_family

@@ -1,20 +1,23 @@
 """The arguments of the forward passes: both names of the cache in every version, and keywords that are not ignored."""
 
 import inspect
+import re
 import warnings
 
 import pytest
 import torch
 import transformers
 from packaging.version import Version
-from transformers import DynamicCache, StaticCache
+from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config, LlamaConfig, StaticCache
 from transformers.masking_utils import create_causal_mask
 
+import whatwhere
 from tiny import FAMILIES, tiny_config, tiny_model, tokens
 from whatwhere import pretrained_model
 from whatwhere.forward_arguments import CACHE
 
 NAMES = ("cache", "past_key_values")
+OLD_NAME = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
 HEADS = ("ForCausalLM", "Model", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 
 
@@ -77,6 +80,7 @@ def test_both_names_in_layers(family, name):
             assert cache.get_seq_length() == 6
 
 
+@OLD_NAME
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_cache_is_written_twice_under_gradient_checkpointing(family, name):
@@ -88,6 +92,45 @@ def test_no_cache_is_written_twice_under_gradient_checkpointing(family, name):
     assert cache.get_seq_length() == 0
 
 
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_old_name_warns_as_in_the_stock_models(family, head):
+    """Under versions where it is deprecated; in others, neither warns."""
+    ours = getattr(whatwhere, type(tiny_config(family, "rope")).__name__.removesuffix("Config") + head)
+    name = ("Llama" if family == "llama" else "GPT2") + head
+    stock = getattr(transformers, name.replace("GPT2ForCausalLM", "GPT2LMHeadModel"))
+    found, ids = [], tokens(1, 4)
+    for cls in (stock, ours):
+        config = tiny_config(family, "rope")
+        if cls is stock:
+            names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "pad_token_id")
+            config = cls.config_class(**{name: getattr(config, name) for name in names})
+        model = cls(config).eval()
+        for options in ({}, {"past_key_values": None}, {"past_key_values": DynamicCache(config=config)}):
+            with torch.no_grad(), warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                model(ids, **options)
+            messages = [str(one.message) for one in caught if one.category is FutureWarning]
+            # Some heads of stock GPT-2 pass the name on to the decoder, which warns.
+            found.append([re.sub(r"for `\w+\.", "for `", message) for message in messages])
+    assert found[:3] == found[3:]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_positions_of_one_row(family):
+    """(Q,), in the family whose stock model takes it."""
+    model, ids = tiny_model(family, "pope"), tokens(2, 6)
+    positions = torch.tensor([0, 1, 2, 0, 1, 2])
+    with torch.no_grad():
+        if family == "llama":
+            with pytest.raises(ValueError, match=r"position_ids has the shape \(6,\)"):
+                model(ids, position_ids=positions)
+        else:
+            expected = model(ids, position_ids=positions.expand(2, -1)).logits
+            torch.testing.assert_close(model(ids, position_ids=positions).logits, expected)
+
+
+@OLD_NAME
 def test_two_caches_are_refused():
     model = tiny_model("llama", "rope")
     first, second = (model(tokens(1, 3), use_cache=True)[CACHE] for _ in range(2))
@@ -140,6 +183,10 @@ REFUSED = {
     "attn_mask": (lambda _: torch.ones(1, 6), "It takes .*attention_mask"),
     "segment_ids": (lambda _: torch.ones(1, 6), "has no effect"),
     "cu_seqlens": (lambda _: ENDS, "has no effect"),
+    "attention_bias": (lambda _: torch.ones(1, 1, 6, 6), "has no effect"),
+    "positions": (lambda _: torch.arange(6), "It takes .*position_ids"),
+    "sliding_window": (lambda _: 3, "has no effect"),
+    "attention_masks": (lambda _: torch.ones(1, 6), "Did you mean 'attention_mask'"),
     "atention_mask": (lambda _: torch.ones(1, 6), "has no effect"),
     "labelz": (lambda _: torch.ones(1, 6), "Did you mean 'labels'"),
     "output_hidden_state": (lambda _: True, "Did you mean 'output_hidden_states'"),
@@ -158,6 +205,28 @@ def test_keywords_that_would_be_ignored(family, keyword):
     with pytest.raises(ValueError, match=message):
         model(tokens(1, 6), **{keyword: value(model.config)})
     model(tokens(1, 6), **{keyword: None})
+
+
+# What they have in their names means nothing by itself; the stock models pass them on, too.
+PASSED_ON = (
+    *("seq_weights", "sequence_weight", "bias_labels", "debias", "special_tokens_mask", "masking_rate", "max_length"),
+    *("encoder_name", "windowed_loss", "kv_statistics", "past_loss", "positional", "dataset_cache_dir", "example_ids"),
+)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_keywords_are_passed_on(family):
+    config = tiny_config(family, "rope" if family == "llama" else "absolute", num_key_value_heads=4)
+    ours = tiny_model(family, config.position_encoding, num_key_value_heads=4)
+    names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "pad_token_id", "bos_token_id")
+    stock_config = (LlamaConfig if family == "llama" else GPT2Config)(**{name: getattr(config, name) for name in names})
+    stock, ids = AutoModelForCausalLM.from_config(stock_config).eval(), tokens(1, 6)
+    with torch.no_grad():
+        for model in (ours, stock):
+            expected = model(ids).logits
+            for name in PASSED_ON:
+                for value in (3, "text", torch.ones(1, 6)):
+                    torch.testing.assert_close(model(ids, **{name: value}).logits, expected)
 
 
 def test_keywords_of_packed_documents():

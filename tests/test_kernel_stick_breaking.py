@@ -14,6 +14,7 @@ import oracles
 from tiny import key_ranges_of, tiny_model, tokens
 from whatwhere import attention_fla
 from whatwhere.attention_fla import _fused_attention, fused_stick_breaking_attention
+from whatwhere.forward_arguments import CACHE
 from whatwhere.position_stick_breaking import stick_breaking_attention
 
 pytestmark = pytest.mark.usefixtures("on_device")
@@ -119,7 +120,7 @@ def test_models(remainder, calls):
         model.set_attn_implementation(implementation)
         model.zero_grad()
         out = model(ids[:, :11], attention_mask=mask[:, :11])
-        step = model(ids[:, 11:], attention_mask=mask, past_key_values=out.past_key_values)
+        step = model(ids[:, 11:], attention_mask=mask, cache=out[CACHE])
         logits = torch.cat((out.logits, step.logits), 1)[mask.bool()]
         logits.square().mean().backward()
         found.append([logits.detach(), *(one.grad for one in model.parameters() if one.grad is not None)])

@@ -33,6 +33,9 @@ def test_learned_positions(family, name):
     hidden = torch.randn(2, 3, 32)
     expected = hidden + table.weight[[4, 0, 47]]
     torch.testing.assert_close(table(hidden, torch.tensor([[4, 0, 47]])), expected)
+    for first, message in ((-1, r"the position -1; .*'absolute' supports 0 to 47"), (46, "A sequence of 49 tokens")):
+        with pytest.raises(ValueError, match=message):
+            model(tokens(1, 3), position_ids=torch.arange(first, first + 3)[None])
     with torch.no_grad():
         table.weight.zero_()
         plain = tiny_model(family, "none")

@@ -12,6 +12,7 @@ from transformers import (
     TrainingArguments,
 )
 
+import whatwhere
 from tiny import FAMILIES, causal_lm_class, tiny_config, tiny_model, tokens
 from whatwhere.scripts.data.tokenize import build_tokenizer
 
@@ -51,6 +52,40 @@ def test_rope_trains_as_the_stock_model(parts, tmp_path):
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     assert len(set(losses[0])) == 4
     assert_same(dict(stock.state_dict()), dict(ours.state_dict()))
+
+
+@pytest.mark.parametrize("head", ["CausalLM", "SequenceClassification", "TokenClassification", "QuestionAnswering"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_accumulated_gradients_are_those_of_one_batch(family, head, tmp_path):
+    ids = tokens(8, 12)
+    answers = ids[:, 0] % 12
+    labels = {
+        "CausalLM": {"labels": ids},
+        "SequenceClassification": {"labels": answers % 3},
+        "TokenClassification": {"labels": ids % 3},
+        "QuestionAnswering": {"start_positions": answers, "end_positions": answers},
+    }[head]
+    rows = [{"input_ids": row, **{name: one[index] for name, one in labels.items()}} for index, row in enumerate(ids)]
+    config = tiny_config(family, "rope", num_labels=3)
+    cls = getattr(whatwhere, type(config).__name__.removesuffix("Config") + "For" + head)
+    weights, found = cls(config).state_dict(), []
+    for parts in (1, 4):
+        model = cls(config)
+        model.load_state_dict(weights)
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+        # Without clipping, plain gradient descent shows the size of the gradient.
+        options = {"max_steps": 2, "learning_rate": 0.1, "optim": "sgd", "max_grad_norm": 0.0, "logging_steps": 1}
+        options |= {"per_device_train_batch_size": 8 // parts, "gradient_accumulation_steps": parts}
+        arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", save_strategy="no", **options)
+        training = Trainer(model, arguments, train_dataset=rows)
+        training.train()
+        found.append((training.state.log_history, dict(model.state_dict())))
+    losses = [[line["loss"] for line in history if "loss" in line] for history, _ in found]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    assert_same(found[0][1], found[1][1])
+    assert any(not torch.equal(one, weights[name]) for name, one in found[0][1].items())
 
 
 def smoothed_loss(logits, labels, smoothing):
