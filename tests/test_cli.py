@@ -78,6 +78,7 @@ def test_options_of_fine_tuning_are_its_settings():
         ("train demo_rope --trian-file a", "--train-file"),
         ("push run me/run --license mit", "--licence"),
         ("analysis maps run --text_field a", "--text-field"),
+        ("convert llama --position_encoding cope --output out", "--position-encoding"),
     ],
 )
 def test_an_unknown_option_has_the_one_that_is_meant(arguments, meant, refused):

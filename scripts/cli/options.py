@@ -4,9 +4,10 @@ import argparse
 import difflib
 import json
 import pathlib
+import sys
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NoReturn
 
 Check = Callable[[argparse.Namespace], None]
 
@@ -20,11 +21,13 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *, check: Check | None = None, **options: Any) -> None:
         super().__init__(**options)
         self.check = check
+        self._given: list[str] = []
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self._given = list(sys.argv[1:] if args is None else args)
         options, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{self._meant(*unknown)}")
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
         if self.check is not None:
             try:
                 self.check(options)
@@ -32,18 +35,25 @@ class Parser(argparse.ArgumentParser):
                 self.error(str(error))
         return options
 
-    def _meant(self, unknown: str, following: str = "...", *others: str) -> str:
-        """Returns a sentence with the option, or the key of a recipe, that an unknown option means."""
-        name, _, value = unknown.partition("=")
-        if not name.startswith("--"):
-            return ""
+    def error(self, message: str) -> NoReturn:
+        super().error(message + self._meant(message))
+
+    def _meant(self, message: str) -> str:
+        """Returns sentences on the first unknown option: its name if `message` lacks it, and what is meant."""
         own = list(self._all_options())
-        near = difflib.get_close_matches(name, own, n=1, cutoff=0.8)
-        if not near and "--set" in own:
-            keys = {f"--{key.rpartition('.')[2].replace('_', '-')}": key for key in _recipe_keys()}
-            if found := difflib.get_close_matches(name, keys, n=1, cutoff=0.8):
-                near = [f"--set {keys[found[0]]}={value or following}"]
-        return f". Did you mean {near[0]!r}?" if near else ""
+        for word, following in zip(self._given, [*self._given[1:], "..."]):
+            name, _, value = word.partition("=")
+            # An option may be abbreviated.
+            if not name.startswith("--") or any(option.startswith(name) for option in own):
+                continue
+            near = difflib.get_close_matches(name, own, n=1, cutoff=0.8)
+            if not near and "--set" in own:
+                keys = {f"--{key.rpartition('.')[2].replace('_', '-')}": key for key in _recipe_keys()}
+                if found := difflib.get_close_matches(name, keys, n=1, cutoff=0.8):
+                    near = [f"--set {keys[found[0]]}={value or following}"]
+            unknown = "" if name in message.replace("=", " ").split() else f" {name!r} is not an option."
+            return f".{unknown} Did you mean {near[0]!r}?" if near else ""
+        return ""
 
     def _all_options(self) -> Iterator[str]:
         for action in self._actions:

@@ -14,8 +14,6 @@ from ..evaluation.checkpoints import Loading, choose_device
 from ..evaluation.results import provenance
 from ..writing import check_writable, write_json, writing
 
-COMMAND = "analysis"
-
 
 def describe(checkpoint: str, config: Any) -> dict[str, Any]:
     """Returns the entry of a checkpoint for a results file."""

@@ -19,7 +19,6 @@ FUNCTIONS = {
     "pope_attention": "kernel_pope",
 }
 
-
 BUILD_TOML = """[general]
 name = "{name}"
 version = {version}
