@@ -9,11 +9,13 @@ import types
 
 import pytest
 import torch
+import yaml
 from transformers.models.t5.modeling_t5 import T5Attention
 
 import whatwhere
 import whatwhere_cli as cli
 from processes import python
+from runs import recipe, stop_after, write_texts
 from tiny import tiny_model, tokens
 from whatwhere import vllm_plugin
 from whatwhere.position_alibi import ALiBi
@@ -227,6 +229,32 @@ def test_a_command(tmp_path, monkeypatch, capsys, registered):
     assert f"Next: {program} " in capsys.readouterr().out
     assert read_json(tmp_path / "runs" / "t5" / "results.json")["command"].startswith(f"{program} train")
     assert "`t5`" in (tmp_path / "runs" / "t5" / "README.md").read_text()
+
+
+def test_beside_baselines_over_seeds(tmp_path, monkeypatch, capsys, registered):
+    """In one command, which trains what is left."""
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, EXAMPLE, "t5_bias.py")
+    write_texts(tmp_path)
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(recipe(training__steps=2, evaluation__every=2).resolved()))
+    command = ["--import", "t5_bias.py", "train", "tiny.yaml", "--data-dir", ".", "--output", "runs"]
+    command += ["--encodings", "t5", "rope", "--seeds", "0", "1"]
+    with pytest.MonkeyPatch.context() as patch:
+        stop_after(patch, 0)
+        with pytest.raises(SystemExit):
+            cli.main(command)
+    said = capsys.readouterr().err
+    assert f"Continue with: whatwhere {' '.join(command)}" in said
+    assert cli.main(command) == 0
+    said = capsys.readouterr().out
+    for name in ("t5-seed0", "t5-seed1", "rope-seed0", "rope-seed1"):
+        assert (tmp_path / "runs" / name / "model.safetensors").is_file()
+    assert "| t5-seed0, mean of 2 seeds" in said
+    assert "| rope-seed0, mean of 2 seeds" in said
+    assert (tmp_path / "runs" / "comparison" / "curves.png").is_file()
+    before = (tmp_path / "runs" / "t5-seed1" / "metrics.jsonl").stat().st_mtime_ns
+    assert cli.main(command) == 0
+    assert (tmp_path / "runs" / "t5-seed1" / "metrics.jsonl").stat().st_mtime_ns == before
 
 
 def test_the_command_needs_a_command():

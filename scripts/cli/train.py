@@ -2,7 +2,7 @@
 
 import argparse
 
-from .options import add_recipe, add_resume, check_recipe, command_parser
+from .options import add_recipe, add_resume, check_recipe, command_parser, is_resumed
 
 DESCRIPTION = """Train a model from a recipe, evaluate it, and save it with its tokenizer, results and card.
 
@@ -10,6 +10,7 @@ On a laptop, without a download:  whatwhere train demo_rope
 On your own text:                 whatwhere train demo_rope --train-file mytext/*.txt --output runs/mine
 On one or more GPUs:              accelerate launch -m whatwhere train code_cope
 On several CPU processes:         torchrun --nproc_per_node 2 -m whatwhere train demo_rope
+Encodings over three seeds:       whatwhere train demo_rope --encodings rope pope --seeds 0 1 2 --output runs/both
 
 To continue after an interruption: whatwhere train --output runs/demo_rope --resume
 
@@ -20,10 +21,26 @@ data.text_field=NAME). Without --validation-file, 5 % of the documents are held 
 last 5 % of each."""
 
 
+def _check(options: argparse.Namespace) -> None:
+    check_recipe(options)
+    for name in ("encodings", "seeds"):
+        given = getattr(options, name)
+        if given and (options.recipe is None or is_resumed(options)):
+            raise argparse.ArgumentTypeError(f"--{name} continues by itself: give it with a RECIPE, without --resume.")
+        if given and len(set(given)) < len(given):
+            raise argparse.ArgumentTypeError(f"--{name} {' '.join(map(str, given))} is not valid: one is given twice.")
+
+
 def parser() -> argparse.ArgumentParser:
     usage = "RECIPE [OPTIONS]\n       whatwhere train --output DIR --resume"
-    result = command_parser("train", usage, DESCRIPTION, epilog=EPILOG, check=check_recipe)
+    result = command_parser("train", usage, DESCRIPTION, epilog=EPILOG, check=_check)
     add_recipe(result)
     result.add_argument("--output", metavar="DIR", help="the folder of the run; default runs/<the recipe's name>")
     add_resume(result)
+    result.add_argument(
+        "--encodings", nargs="+", metavar="NAME", help="train each in a folder in --output, and compare the runs"
+    )
+    result.add_argument(
+        "--seeds", nargs="+", type=int, metavar="N", help="train with each; the same command continues what is left"
+    )
     return result

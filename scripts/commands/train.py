@@ -1,6 +1,9 @@
 """`whatwhere train`: see `training/loop.py`."""
 
+import argparse
+import itertools
 import os
+import sys
 from pathlib import Path
 
 from transformers import AutoConfig
@@ -13,6 +16,9 @@ from .run_options import continued, ending, recipe_of
 
 def main(arguments: list[str] | None = None) -> None:
     options = parser().parse_args(arguments)
+    if options.encodings or options.seeds:
+        _several(options, sys.argv[1:] if arguments is None else arguments)
+        return
     from ..cards.folder import card_of_run
     from ..training.loop import TrainingRun, train
     from ..training.run_folder import RunFolder
@@ -32,3 +38,30 @@ def main(arguments: list[str] | None = None) -> None:
             trained += f", the model of step {best['step']:,}"
         is_task = "task" in results["data"]
         print(ending(output, trained, results, {"": "metrics"}, following="task" if is_task else "length"))
+
+
+def _several(options: argparse.Namespace, arguments: list[str]) -> None:
+    """Trains each encoding with each seed, and compares the runs; those that are finished stay as they are."""
+    from ..errors import Interrupted
+    from ..processes import is_first_process
+    from .compare import main as compare
+
+    output = Path(options.output or os.path.join("runs", recipe_of(options).name))
+    own = [options.recipe, *(word for one in options.set for word in ("--set", one)), "--resume", "auto"]
+    for name in ("train_file", "validation_file"):
+        if given := getattr(options, name):
+            own += [f"--{name.replace('_', '-')}", *given]
+    own += [] if options.data_dir is None else ["--data-dir", options.data_dir]
+    folders = []
+    for encoding, seed in itertools.product(options.encodings or [None], options.seeds or [None]):
+        sets = {"model.position_encoding": encoding, "seed": seed}
+        chosen = [word for key, value in sets.items() if value is not None for word in ("--set", f"{key}={value}")]
+        name = "-".join([*([encoding] if encoding else []), *([] if seed is None else [f"seed{seed}"])])
+        folders.append(str(output / name))
+        try:
+            main([*own, *chosen, "--output", folders[-1]])
+        except Interrupted as stop:
+            stop.arguments = arguments
+            raise
+    if len(folders) > 1 and is_first_process():
+        compare([*folders, "--output", str(output / "comparison")])
