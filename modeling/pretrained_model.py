@@ -134,10 +134,11 @@ class WhatWherePreTrainedModel(PreTrainedModel):
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Loads a model, see `PreTrainedModel.from_pretrained`; converts weights of older versions."""
-        given = kwargs.get("config")
-        if type(given).__name__ == cls.config_class.__name__ and not hasattr(given, "encoding_names"):
+        given: Any = kwargs.get("config")
+        config_class: Any = cls.config_class
+        if given is not None and type(given).__name__ == config_class.__name__ and not hasattr(given, "encoding_names"):
             # The package read the configuration, but does not have the encoding (`WhatWhereConfig.from_dict`).
-            kwargs["config"] = cls.config_class.from_dict(given.to_dict(), _name_or_path=given._name_or_path)
+            kwargs["config"] = config_class.from_dict(given.to_dict(), _name_or_path=given._name_or_path)
         upgrade = None
         if "older_weights" in PARTS:
             upgrade = PARTS["older_weights"](cls.config_class, pretrained_model_name_or_path, kwargs)

@@ -78,6 +78,10 @@ COMMANDS = sorted(
 @pytest.mark.parametrize("line", COMMANDS)
 def test_commands_exist_and_take_these_options(line, capsys):
     command = shlex.split(line, comments=True)
+    if command[0].startswith("WHATWHERE_IMPORT="):
+        # tests/test_own_encodings.py tests the variable.
+        assert command[1:] == ["vllm", "serve", "my-t5"]
+        return
     if command[0] == "make":
         makefile = (ROOT / "Makefile").read_text()
         assert re.search(rf"^{command[1]}:", makefile, flags=re.MULTILINE)

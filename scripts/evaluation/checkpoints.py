@@ -244,7 +244,8 @@ def longest_length(model: nn.Module) -> int | None:
     """Returns the longest sequence that a model supports, or None if its position encoding sets no limit."""
     config: Any = model.config
     if hasattr(config, "position_encoding"):
-        return min(model.base_model.shared_encodings.max_lengths.values(), default=None)  # type: ignore[union-attr]
+        shared: Any = model.base_model.shared_encodings  # type: ignore[union-attr]
+        return min(shared.max_lengths.values(), default=None)
     # A stock model is limited by its table of position embeddings, if it has one.
     for name, module in model.named_modules():
         leaf = name.rpartition(".")[2]
