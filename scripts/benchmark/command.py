@@ -161,8 +161,8 @@ class Benchmark:
                         function = workload().run(provider, direction)
                         if function is not None:
                             yield direction, within(provider.context, function) if in_turns else function
-                        if direction == "forward+backward" and "triton" in result.provider and not in_turns:
-                            kernels = kernel_times(function)
+                            if direction == "forward+backward" and "triton" in result.provider and not in_turns:
+                                kernels = kernel_times(function)
                         del function
                 result.note = kernels_note(kernels) + tiles_note() if "triton" in result.provider else ""
 
