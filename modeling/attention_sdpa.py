@@ -6,6 +6,9 @@ Axes: B batch, H query heads, G key heads (H % G == 0), Q query length, K key le
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch.backends import cuda
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.integrations.flex_attention import flex_attention_forward as stock_flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward as stock_sdpa_attention_forward
 
@@ -41,6 +44,25 @@ def sdpa_attention_forward(
     return torch.cat(outputs, dim=1), None
 
 
+@torch.compiler.assume_constant_result
+def gpu_backend(
+    device: torch.device, dtype: torch.dtype, heads: int, groups: int, width: int, value_width: int, dropout: float
+) -> str:
+    """Returns how PyTorch computes causal attention fast on a GPU, for queries and keys of this width.
+
+    "cudnn": with values of their own width; "flash": with values padded to the width of keys; "": not at all.
+    """
+    if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
+        return ""
+    query, key, padded = (torch.empty(1, n, 128, width, dtype=dtype, device=device) for n in (heads, groups, groups))
+    # Backends refuse some widths in training only.
+    query.requires_grad_()
+    options = None, dropout, True, heads != groups
+    if cuda.can_use_cudnn_attention(cuda.SDPAParams(query, key, padded[..., :value_width].contiguous(), *options)):
+        return "cudnn"
+    return "flash" if cuda.can_use_flash_attention(cuda.SDPAParams(query, key, padded, *options)) else ""
+
+
 def _sdpa(
     layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, context: Any, **options: Any
 ) -> tuple[torch.Tensor, None]:
@@ -56,6 +78,16 @@ def _sdpa(
         bias = encodings.bias(logits, query, context, options["scaling"]).to(query.dtype)
         lowest = torch.finfo(query.dtype).min
         mask = torch.where(mask, bias, lowest) if mask.dtype == torch.bool else mask + bias
+    H, D = query.shape[1], query.shape[-1]
+    G, V = value.shape[1], value.shape[-1]
+    if mask is None and rows == keys and rows > 1 and D != V:
+        dropout = options.get("dropout", 0.0)
+        if gpu_backend(query.device, query.dtype, H, G, D, V, dropout) == "cudnn":
+            # PyTorch prefers backends that need padded values, and Transformers would repeat keys that heads share.
+            given: dict[str, Any] = {"dropout_p": dropout, "scale": options["scaling"], "enable_gqa": H != G}
+            with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION], set_priority=True):
+                output = F.scaled_dot_product_attention(query, key, value, is_causal=True, **given)
+            return output.transpose(1, 2).contiguous(), None
     # For one row, padding all cached values would take longer than the attention.
     padded = value if rows == 1 else _pad_value(key, value)
     output, _ = stock_sdpa_attention_forward(layer, query, key, padded, mask, **options)

@@ -15,12 +15,18 @@ import torch
 from transformers.utils import logging
 
 from .attention_mask import is_key_ranges
+from .attention_sdpa import gpu_backend
 from .position_base import head_dim
 
 logger = logging.get_logger(__name__)
 
 MAX_HEAD_DIM = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+# What `auto` runs on a GPU where both are possible, by the encoding whose kernel it is: this kernel ("triton"), or the
+# encoding's rotation and PyTorch's attention ("sdpa"). All others: "triton". `whatwhere gpu-check` measures both.
+# Two passes of a backward in our kernel have 3 + 11 units of products, PyTorch with keys of width 2 D has 3 + 8.
+WAYS = {"pope": {"training": "sdpa", "prompt": "sdpa", "decoding": "triton"}}
 
 
 @functools.cache
@@ -142,11 +148,31 @@ def triton_attention_forward(
     return kernel_attention(layer, query, key, value, mask, context, options), None
 
 
+def _rotates(layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, options: dict) -> bool:
+    """Returns True if `auto` leaves a call to the rotation of the encoding and PyTorch's attention."""
+    rows, encodings = query.shape[2], layer.encodings
+    phase = "decoding" if rows == 1 else "training" if layer.training else "prompt"
+    if WAYS.get(encodings.kernel_name, {}).get(phase) != "sdpa" or encodings.default != "sdpa":
+        return False
+    # With padding, documents or a cache, PyTorch needs a mask of rows x keys.
+    if mask is not None or rows != key.shape[2]:
+        return False
+    kind = query.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
+    added = sum(part.added_channels(layer.config, part.parameters_) for part in encodings.hooks["after_cache"])
+    width, heads, groups = key.shape[-1] + added, query.shape[1], key.shape[1]
+    return gpu_backend(query.device, dtype, heads, groups, width, value.shape[-1], options.get("dropout", 0.0)) != ""
+
+
 def auto_kernel(
     layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, context: Any, options: dict
 ) -> torch.Tensor | None:
     """Returns the output of the layer's kernel for attn_implementation="auto", or None where it is not used."""
-    if not runs_by_default(query.device) or unsupported(query, mask):
+    if (
+        not runs_by_default(query.device)
+        or unsupported(query, mask)
+        or _rotates(layer, query, key, value, mask, options)
+    ):
         return None
     return kernel_attention(layer, query, key, value, mask, context, options)
 

@@ -148,10 +148,17 @@ def launch(
     key = (*key, first.dtype, *constants.values(), given)
     with torch.cuda.device_of(first):
         slot = (kernel.fn.__name__, torch.cuda.current_device(), *key)
+        compiles = functools.partial(_compile, kernel, arguments, constants)
         if slot not in CHOSEN:
-            compiles = functools.partial(_compile, kernel, arguments, constants)
             CHOSEN[slot] = choose(_name(kernel, key), candidates, compiles, run if repeatable else None)
-        run(CHOSEN[slot])
+        try:
+            run(CHOSEN[slot])
+        except Exception:
+            # Triton compiles again where pointers or numbers are divisible by 16 or not, and that may need more memory.
+            if compiles(CHOSEN[slot]) is None:
+                raise
+            CHOSEN[slot] = choose(_name(kernel, key), candidates, compiles, run if repeatable else None)
+            run(CHOSEN[slot])
 
 
 def _options(tiles: Tiles) -> dict[str, int]:
@@ -164,11 +171,18 @@ def _name(kernel: Any, key: tuple[Hashable, ...]) -> str:
     return f"{kernel.fn.__name__} {kernel.cache_key[:16]} {key!r} on {versions}"
 
 
+# Compilers fail in many ways: besides Triton's own errors, assertions, and the RuntimeError of a pass of LLVM.
+COMPILER_ERRORS = (triton.errors.TritonError, RuntimeError, AssertionError)
+DEVICE_ERRORS = ("Triton Error [", "CUDA error", "HIP error", "out of memory")
+
+
 def _compile(kernel: Any, arguments: Sequence[Any], constants: dict[str, Any], tiles: Tiles) -> Exception | None:
-    """Compiles and loads a kernel; returns the error if it does not compile or fit. Errors of the device are raised."""
+    """Compiles and loads a kernel; returns the error if it does not compile or fit. Other errors are raised."""
     try:
         compiled = kernel.warmup(*arguments, **constants, **_options(tiles), grid=(1,))
-    except Exception as error:  # Compilers fail in many ways: an assertion, a crash of ptxas.
+    except COMPILER_ERRORS as error:
+        if any(text in str(error) for text in DEVICE_ERRORS):
+            raise
         return error
     try:
         compiled._init_handles()

@@ -7,6 +7,7 @@ import types
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend
 from transformers import DynamicCache, StaticCache
 from transformers.masking_utils import create_causal_mask, sdpa_mask
 
@@ -365,6 +366,111 @@ def test_auto_on_a_gpu_takes_the_kernels(encoding, on_gpu):
     model.set_attn_implementation("triton")
     for one, other in zip(found, results(model, mask, input_ids=ids)):
         assert torch.equal(one, other)
+
+
+@pytest.fixture
+def gpu_backends(monkeypatch, on_gpu):
+    """Sets what PyTorch's attention can on the GPU whose role the CPU has; returns what it was asked."""
+    asked, kept = [], attention_sdpa.sdpa_kernel
+
+    def set_to(backend):
+        def answer(*arguments):
+            asked.append(arguments)
+            return backend
+
+        for module in (attention_sdpa, attention_triton):
+            monkeypatch.setattr(module, "gpu_backend", answer)
+
+    # A CPU has no cuDNN.
+    monkeypatch.setattr(attention_sdpa, "sdpa_kernel", lambda backends, **given: kept([SDPBackend.MATH]))
+    return types.SimpleNamespace(set=set_to, asked=asked)
+
+
+@pytest.mark.parametrize(("backend", "shared"), [("cudnn", True), ("flash", False)])
+def test_auto_rotates_pope_and_calls_pytorch(on_gpu, gpu_backends, backend, shared, monkeypatch):
+    """In training and for a prompt; as `sdpa` and `triton`, with every gradient. Values are padded for flash only."""
+    gpu_backends.set(backend)
+    widths, right = [], torch.nn.functional.scaled_dot_product_attention
+
+    def watched(query, key, value, *arguments, **options):
+        widths.append((key.shape[-1], value.shape[-1]))
+        return right(query, key, value, *arguments, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    model, ids = tiny_model("llama", "pope", "auto", num_key_value_heads=2 if shared else 4), tokens(2, 21)
+    for part in (model.train(), model.eval()):
+        found = results(part, None, input_ids=ids)
+        assert not on_gpu
+        assert {(2 * D, D if backend == "cudnn" else 2 * D) for D in (8,)} == set(widths)
+        for implementation in ("sdpa", "triton"):
+            part.set_attn_implementation(implementation)
+            all_close(found, results(part, None, input_ids=ids))
+        part.set_attn_implementation("auto")
+        on_gpu.clear(), widths.clear()
+    device, dtype, heads, groups, width, value_width, dropout = gpu_backends.asked[0]
+    assert (device.type, dtype, dropout) == ("cpu", torch.float32, 0.0)
+    assert (heads, groups, width, value_width) == (4, 2 if shared else 4, 16, 8)
+
+
+def test_where_the_kernel_of_pope_stays(on_gpu, gpu_backends, monkeypatch):
+    """Decoding, rows after a cache, padding and documents, what PyTorch has no fast attention for, `triton`."""
+    gpu_backends.set("cudnn")
+    model, ids = build("pope", "auto"), tokens(2, 21)
+    layers = model.config.num_hidden_layers
+
+    def kernels(**options):
+        on_gpu.clear()
+        with torch.no_grad():
+            model(ids, **options)
+        return len(on_gpu)
+
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        for start, end, expected in ((0, 9, 0), (9, 20, layers), (20, 21, layers)):
+            on_gpu.clear()
+            model(ids[:, start:end], use_cache=True, **{CACHE: cache})
+            assert len(on_gpu) == expected
+    assert kernels(attention_mask=padding("left")) == layers
+    assert kernels(position_ids=torch.arange(21)[None] % 11, use_cache=False) == layers
+    assert kernels() == 0
+    gpu_backends.set("")
+    assert kernels() == layers
+    gpu_backends.set("flash")
+    monkeypatch.setattr(attention_triton, "WAYS", {"pope": {"prompt": "triton", "training": "sdpa"}})
+    assert kernels() == layers
+    model.train()
+    assert kernels() == 0
+    model.set_attn_implementation("triton")
+    assert kernels() == layers
+
+
+def test_what_pytorch_has_on_a_gpu(monkeypatch):
+    """cuDNN with values as they are, else flash attention, which needs padded ones; asked with the widths of a call."""
+    seen, empty = [], torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *shape, device=None, **given: empty(*shape, **given))
+    able = {"cudnn": False, "flash": False}
+
+    def can(backend):
+        def ask(params):
+            seen.append((backend, params.query.shape[-1], params.value.shape[-1], params.enable_gqa, params.dropout))
+            assert params.is_causal
+            assert params.query.requires_grad
+            return able[backend]
+
+        return ask
+
+    for backend in able:
+        monkeypatch.setattr(torch.backends.cuda, f"can_use_{backend}_attention", can(backend))
+    shape, gpu = (4, 2, 32, 16, 0.1), torch.device("cuda")
+    found = []
+    for cudnn, flash in ((True, True), (False, True), (False, False)):
+        able |= {"cudnn": cudnn, "flash": flash}
+        found.append(attention_sdpa.gpu_backend(gpu, torch.bfloat16, *shape))
+    assert found == ["cudnn", "flash", ""]
+    assert set(seen) == {("cudnn", 32, 16, True, 0.1), ("flash", 32, 32, True, 0.1)}
+    able |= {"cudnn": True}
+    assert attention_sdpa.gpu_backend(gpu, torch.float32, *shape) == ""
+    assert attention_sdpa.gpu_backend(torch.device("cpu"), torch.bfloat16, *shape) == ""
 
 
 # Families in turn; the other pairs are slow.

@@ -1,9 +1,11 @@
 """The benchmark: what gets a number, what gets a reason instead, and what the tables say."""
 
+import contextlib
 import csv
 import itertools
 import json
 import re
+import types
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ from whatwhere.scripts.benchmark.measure import (
     out_of_memory,
 )
 from whatwhere.scripts.benchmark.models import MODELS
-from whatwhere.scripts.benchmark.report import SHOWN, Report, Result, is_failure, missing, read_rows
+from whatwhere.scripts.benchmark.report import SHOWN, Report, Result, is_failure, kernels_note, missing, read_rows
 from whatwhere.scripts.benchmark.report import versions as report_versions
 
 TINY = ["--lengths", "32", "--heads", "2", "--batch", "1", "--head-dim", "16", "--repeats", "1"]
@@ -301,7 +303,7 @@ def test_defaults_on_a_gpu(monkeypatch):
     benchmark = command.Benchmark(parsed, None, None)
     assert benchmark.shape(512, 64) == Shape(32, 32, 512, 64)
     assert benchmark.shape(65536, 128) == Shape(1, 16, 65536, 128)
-    assert parsed.attention[:7] == attention.FIRST
+    assert parsed.attention[: len(attention.FIRST)] == attention.FIRST
     parsed = command.parse(["--device", "cuda", "--providers", "pope-triton", "--lengths", "1024"])
     assert {"rope-sdpa-flash", "rope-sdpa-cudnn", "pope-triton"} <= set(parsed.attention)
 
@@ -452,3 +454,18 @@ def test_generated_text(tmp_path):
     assert len(set(rows)) == len(rows)
     assert data.line("a", 1.65, "x", 1.7, at_least=True).endswith("1.65 x   at least 1.7: NOT MET")
     assert data.line("a", 1.65, "s", 1.7).endswith("1.65 s   at most 1.7: met")
+
+
+def test_times_of_kernels(monkeypatch):
+    """The longest first, in milliseconds; what runs on the host is left out."""
+    event = types.SimpleNamespace
+    events = [event(key="short", self_device_time_total=20.0), event(key="aten::mul", self_device_time_total=0)]
+    events.append(event(key="_window_rows(float*)", self_device_time_total=2100.0))
+    profile = types.SimpleNamespace(key_averages=lambda: events)
+    monkeypatch.setattr(torch.profiler, "profile", lambda activities: contextlib.nullcontext(profile))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    calls = []
+    found = measure.kernel_times(lambda: calls.append(1))
+    assert (list(found.items()), calls) == ([("_window_rows(float*)", 2.1), ("short", 0.02)], [1])
+    assert kernels_note(found) == "ms of kernels: _window_rows 2.100, short 0.020; "
+    assert kernels_note({}) == ""

@@ -2,6 +2,7 @@
 
 import csv
 import functools
+import itertools
 import os
 import time
 
@@ -341,6 +342,21 @@ def test_rows_of_another_state_are_not_taken(run, monkeypatch):
     assert "1 of 1 cases" in out
 
 
+def says_its_process(case, device, all_tiles):
+    return os.getpid(), 0.1
+
+
+def test_a_process_checks_one_group_after_the_other(tmp_path):
+    """Until it dies, or loses the GPU."""
+    groups = [fake("one", says_its_process, 2), fake("lost", loses_the_gpu, 2), fake("two", says_its_process, 1)]
+    groups += [fake("dies", dies, 2), fake("three", says_its_process, 1), fake("four", says_its_process, 1)]
+    found = list(check_all(groups, "cpu", tmp_path, 1, time.monotonic() + 100))
+    pids = {group.name: row["comparisons"] for group, row in found if group.check is says_its_process}
+    assert len({*pids.values()}) == 3
+    assert pids["three"] == pids["four"]
+    assert [group.name for group, _ in found] == ["one", "one", "lost", "two", "dies", "dies", "three", "four"]
+
+
 @pytest.mark.slow
 def test_time_is_limited(tmp_path):
     """What has not finished is ended; nothing more begins."""
@@ -385,25 +401,66 @@ def test_the_interpreter_of_older_versions(monkeypatch, capsys, numpy, triton, w
 
 
 def test_stages_of_the_benchmark(monkeypatch, tmp_path):
-    """Each in a process, with what is left of the time, the folder of kernels and the file of tiles."""
-    calls, codes = [], iter([0, -6, 0, 1])
+    """Each in a process, with what is left of the time and the folder of kernels; what decides is not tuned."""
+    calls, codes = [], iter([0, -6, 0, 0, 0, 1, 0])
 
     def run(command, env):
         calls.append((command, env["TRITON_CACHE_DIR"]))
         return gpu_check.subprocess.CompletedProcess(command, next(codes))
 
     monkeypatch.setattr(gpu_check.subprocess, "run", run)
-    assert gpu_check.run_benchmark(tmp_path, time.monotonic() + 60) == 1
-    assert len(calls) == 4
+    stages = [*gpu_check.DECISIVE, *gpu_check.STAGES]
+    assert gpu_check.run_benchmark(tmp_path, stages, time.monotonic() + 60) == 1
+    assert len(calls) == len(stages) == 7
     from whatwhere.scripts.benchmark.command import parse
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for command, cache in calls:
-        parsed = parse(command[4:])
-        assert (parsed.resume, parsed.tiles, cache) == (True, tmp_path / "tiles.json", str(tmp_path / "cache"))
+    found = [parse(command[4:]) for command, _ in calls]
+    for index, (parsed, (_, cache)) in enumerate(zip(found, calls)):
+        tiles = None if index < 3 else tmp_path / "tiles.json"
+        assert (parsed.resume, parsed.tiles, cache) == (True, tiles, str(tmp_path / "cache"))
         assert 0 < parsed.minutes <= 1
-    assert not gpu_check.run_benchmark(tmp_path, time.monotonic() - 1)
-    assert len(calls) == 4
+    # SDPA with RoPE by backend, plain, CoPE, PoPE, and PoPE rotated; decoding in a graph at batch 1 and 16.
+    order = ["rope-sdpa-cudnn", "plain-triton", "cope-triton-half", "pope-triton", "pope-sdpa-unpadded-cudnn"]
+    assert [name for name in found[0].attention if name in order] == order
+    assert found[0].lengths == [16384, 4096]
+    assert [(one.batch, one.lengths) for one in found[1:3]] == [(1, [4096]), (16, [16384])]
+    assert all("decoding graph" in one.directions for one in found[1:3])
+    assert not gpu_check.run_benchmark(tmp_path, stages, time.monotonic() - 1)
+    assert len(calls) == 7
+
+
+def test_what_decides_comes_first(monkeypatch, tmp_path, capfd):
+    """One case of each kernel and head dim, the benchmark of them, the other cases, the rest; each up to its time."""
+    order, start = [], time.monotonic()
+    groups = [fake("first cope", passes, 1), fake("long cope", passes, 1), fake("tiles cope", passes, 1)]
+
+    def check(groups, device, cache, jobs, until):
+        order.append(([group.name for group in groups], round(until - start)))
+        for group in groups:
+            yield group, {"case": str(group.cases[0]), "status": "ok", "comparisons": "1", "error": "0", "seconds": "0"}
+
+    def benchmark(folder, stages, until):
+        order.append((len(stages), round(until - start)))
+        return 0
+
+    monkeypatch.delenv("TRITON_INTERPRET")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu_check, "groups_on_gpu", lambda: iter(groups))
+    for name, function in (("check_all", check), ("run_benchmark", benchmark), ("jobs_on", lambda device: 1)):
+        monkeypatch.setattr(gpu_check, name, function)
+    monkeypatch.setattr(gpu_check, "device_name", lambda device: "a GPU")
+    monkeypatch.setattr(gpu_check, "versions", lambda device: dict.fromkeys(gpu_check.STATE, ""))
+    options = ["--output", str(tmp_path), "--minutes", "10"]
+    assert gpu_check.main(options) == 0
+    assert order == [(["first cope"], 150), (3, 360), (["long cope", "tiles cope"], 480), (4, 600)]
+    # What is checked is not checked again.
+    order.clear()
+    assert gpu_check.main(options) == 0
+    assert [name for name, _ in order] == [[], 3, [], 4]
+    order.clear()
+    assert gpu_check.main([*options[:1], str(tmp_path / "other"), "--no-benchmark"]) == 0
+    assert [name for name, _ in order] == [["first cope", "long cope", "tiles cope"]]
 
 
 def test_rounding_at_integers_is_no_mistake(monkeypatch):
@@ -471,7 +528,10 @@ def test_no_gpu(capsys, monkeypatch):
 def test_groups():
     """Every kernel and every mask is among a GPU's, the long ones first; what is compiled without a GPU is checked."""
     gpu, cpu = list(groups_on_gpu()), list(groups_on_cpu())
-    assert gpu[0].name.startswith("long cope")
+    first = [group.cases[0] for group in gpu[: 2 * len(KERNELS)]]
+    assert {(one.kernel, one.head_dim) for one in first} == set(itertools.product(KERNELS, (64, 128)))
+    assert all(group.name.startswith(gpu_check.FIRST_GROUPS) for group in gpu[: 2 * len(KERNELS)])
+    assert gpu[2 * len(KERNELS)].name.startswith("long cope")
     cases = [one for group in gpu for one in group.cases]
     assert {one.mask for one in cases} == {"causal", *MASKS}
     assert {one.dtype for one in cases} == {"float32", "tf32", "bfloat16", "float16"}
@@ -506,6 +566,9 @@ def test_summary_is_one_screen(tmp_path):
                 for direction in ("forward", "backward", "forward+backward", "decoding", "decoding graph"):
                     memory = "1.1" if direction == "forward+backward" else ""
                     row = {"part": "attention", "shape": f"1x8x{length}x{head_dim}", "ratio": "1.25", "status": "ok"}
+                    row |= {"milliseconds": "2" if provider == "pope-triton" else "1.6", "note": ""}
+                    if provider == "cope-triton-half":
+                        row["note"] = "ms of kernels: _window_rows 2.1, forward_kernel 1.0; tiles"
                     row |= {"direction": direction, "length": length, "head_dim": head_dim, "memory_ratio": memory}
                     rows.append({**row, "provider": provider, "device": "GPU"})
     rows += [{**rows[0], "direction": "", "provider": f"slow{index}", "status": "out of memory"} for index in range(20)]
@@ -518,7 +581,7 @@ def test_summary_is_one_screen(tmp_path):
     common = {"group": "fails", "comparisons": "", "status": "ok"}
     checks = [{**common, "case": "a", "comparisons": "5"}, {**common, "case": "b", "status": "CheckFailed: no"}]
     lines = gpu_check.summary([fake("fails", fails), fake("left", passes)], checks, tmp_path, {"device": "GPU"})
-    assert len(lines) < 75
+    assert len(lines) < 80
     assert lines[0] == "checked: 2 of 6 cases, 0 of 2 groups, 5 comparisons passed, 1 cases failed"
     assert lines[1] == "  FAILED fails, 1 of its cases: b: CheckFailed: no"
     assert lines[2] == "  not finished: fails, left"
@@ -527,6 +590,9 @@ def test_summary_is_one_screen(tmp_path):
         " forward 1.25, backward 1.25, forward+backward 1.25, memory 1.10, decoding 1.25!, decoding graph 1.25!"
     )
     assert not any(line.startswith("rope-sdpa") or " 1x8x1024x" in line for line in lines)
+    ours = "faster for pope, training, head dim 64 (`auto` runs 'sdpa'): 1x8x4096x64 pope-sdpa-"
+    assert any(line.startswith(ours) and "(1.25)" in line for line in lines)
+    assert "cope at 16384, head dim 64, ms of kernels: _window_rows 2.1, forward_kernel 1.0" in lines
     assert "FAILED cope-triton-open: check failed: dq is off (1x8x1024x64)" in lines
     assert "not measured, in addition: 10 kinds" in lines
     assert "tiles: 2 kernels measured, the first are the fastest of 1; others:" in lines

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
 import compile_kernels
-from compile_kernels import TARGETS, Compiled, occupancy
+from compile_kernels import CODE_TARGETS, TARGETS, Code, Compiled, Known, loops, occupancy, problems_of
 
 pytestmark = pytest.mark.slow
 
@@ -21,7 +21,8 @@ JOBS = "1" if "PYTEST_XDIST_WORKER" in os.environ else "2"
 def run(folder, *arguments, code=None):
     """Runs the command, or some code, in a process of its own: in this one kernels are interpreted."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(folder / "cache"), "PYTHONWARNINGS": "ignore"}
+    # The tests share what they compile.
+    environment |= {"TRITON_CACHE_DIR": str(folder.parent / "compiled_kernels"), "PYTHONWARNINGS": "ignore"}
     environment["PYTHONPATH"] = os.pathsep.join([os.path.dirname(__file__), *sys.path])
     command = [compile_kernels.__file__]
     if code:
@@ -50,14 +51,14 @@ WIDE += ["window_columns cope tf32 D=64"]
         # All flags.
         (["sm_90"], [" bfloat16 D=64"]),
         # (All flags for all targets take half an hour.)
-        (["sm_80", "sm_100"], [*EACH, *ONCE]),
+        (["sm_89", "sm_100"], [*EACH, *ONCE]),
         (["gfx942"], [*EACH, *ONCE, "turn pope bfloat16 D=64"]),
-        # Other head dims and float32.
-        (["sm_90"], WIDTHS),
+        # Other head dims and float32; sm_86, sm_89 and sm_120 have 99 KB of shared memory, less than others of NVIDIA.
+        (["sm_89", "sm_90"], WIDTHS),
         # What needs most shared memory, where there is least.
-        (["sm_89", "gfx942"], WIDE),
+        (["sm_89", "sm_120", "gfx942"], WIDE),
     ],
-    ids=["flags", "sm_80, sm_100", "gfx942", "widths", "wide"],
+    ids=["flags", "sm_89, sm_100", "gfx942", "widths", "wide"],
 )
 def test_every_kernel_compiles_and_fits(tmp_path, targets, only):
     names = [argument for name in only for argument in ("--only", name)]
@@ -76,6 +77,63 @@ def test_every_kernel_compiles_and_fits(tmp_path, targets, only):
         if result.fits:
             assert result.shared <= TARGETS[result.target].shared
             assert result.registers is None or 0 < result.registers <= TARGETS[result.target].registers
+
+
+@pytest.mark.parametrize(
+    ("target", "only"),
+    # sm_80 and sm_89 have the same instructions, and the kernels for sm_100 compile slowly.
+    [("sm_90", ""), ("sm_100", " D=64"), ("sm_80", " D=64"), ("sm_89", " D=128")],
+)
+def test_compiled_code_is_no_worse(tmp_path, target, only):
+    """No serialised wgmma, no local memory in loops, and no more instructions than in kernel_code.json."""
+    done = run(tmp_path, "--code", "--targets", target, "--only", only, "--jobs", JOBS)
+    print(done.stdout)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_loops_of_disassembly():
+    """Innermost ones, with what is between the label and the jump back; forward jumps are none."""
+    lines = [
+        *("        /*0000*/                   S2R R0, SR_TID.X ;", ".L_x_1:", "        /*0010*/   @P0 BRA `(.L_x_3) ;"),
+        *(".L_x_2:", "        /*0020*/                   HMMA.16816.F32.BF16 R4, R8, R12, R4 ;"),
+        *("        /*0030*/  {                LDL.64 R2, [R1] ;", "        /*0040*/  @!P1 BRA `(.L_x_2) ;"),
+        *("        /*0050*/                   HFMA2.MMA R1, -RZ, RZ, 0, 0 ;", "        /*0060*/  @P2 BRA `(.L_x_1) ;"),
+        *(".L_x_3:", "        /*0070*/                   EXIT ;", ".L_x_4:", "        /*0080*/  BRA `(.L_x_4) ;"),
+    ]
+    assert loops("\n".join(lines)) == [["HMMA.16816.F32.BF16", "LDL.64", "BRA"], ["BRA"]]
+
+
+def test_code_that_became_worse(monkeypatch):
+    def found(loops, local=0, warnings=(), variant="forward plain"):
+        code = Code(loops, local, list(warnings))
+        return problems_of([Compiled(variant, "sm_90", "64x64", 4, 1, fits=True, code=code)], known)
+
+    known = {"sm_90": {"forward plain": [300, 400], "other": [9]}}
+    monkeypatch.setattr(compile_kernels, "EXCEPTIONS", ())
+    assert found([300, 400]) == found([299, 400]) == []
+    assert found([299, 401]) == [
+        "sm_90, forward plain, tiles 64x64: more instructions in a loop: [299, 401], in kernel_code.json [300, 400]"
+    ]
+    assert "run with --code --write" in found([300])[0]
+    assert "in kernel_code.json None" in found([9], variant="new")[0]
+    assert found([300, 400], 2, ["C7515"]) == [
+        "sm_90, forward plain, tiles 64x64: C7515 in a loop, which EXCEPTIONS does not list",
+        "sm_90, forward plain, tiles 64x64: local memory in a loop, which EXCEPTIONS does not list",
+    ]
+    known_one = Known("C7515", "the reason", ("sm_80", "sm_90"), ("forward",))
+    monkeypatch.setattr(compile_kernels, "EXCEPTIONS", (known_one,))
+    assert found([300, 400], warnings=["C7515"]) == []
+    # One that is mended is not kept.
+    assert found([300, 400]) == ["EXCEPTIONS: ('C7515', 'sm_90', 'forward') is in no loop any more: remove it"]
+    assert found([9], variant="other") == []
+
+
+def test_every_exception_is_of_a_known_kernel():
+    known = json.loads(compile_kernels.CODE_FILE.read_text())
+    assert {*CODE_TARGETS} == known.keys() - {"triton"}
+    for one in compile_kernels.EXCEPTIONS:
+        for target in one.targets:
+            assert all(any(name.startswith(start) for name in known[target]) for start in one.variants)
 
 
 FALLBACK = """
@@ -153,7 +211,7 @@ def test_refuses_unknown_targets(monkeypatch, capsys):
         compile_kernels.main(["--targets", "sm_90,sm_1"])
     error = capsys.readouterr().err
     assert "'sm_1'" in error
-    assert "'sm_80', 'sm_89', 'sm_90', 'sm_100', 'gfx942'" in error
+    assert "'sm_80', 'sm_89', 'sm_90', 'sm_100', 'sm_120', 'gfx942'" in error
 
 
 def test_occupancy():

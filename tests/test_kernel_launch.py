@@ -83,8 +83,45 @@ def test_errors_of_the_device_are_raised(a_gpu):
     with pytest.raises(RuntimeError, match="No tiles compile"):
         run(Kernel(loading=OutOfResources(2, 1, "shared memory")))
     for text in ("an illegal memory access was encountered", "out of memory"):
-        with pytest.raises(RuntimeError, match=text):
-            run(Kernel(loading=RuntimeError(f"Triton Error [CUDA]: {text}")))
+        error = RuntimeError(f"Triton Error [CUDA]: {text}")
+        for kernel in (Kernel(loading=error), Kernel(compilation=error)):
+            with pytest.raises(RuntimeError, match=text):
+                run(kernel)
+    # Nor are errors of the machine.
+    for error in (OSError("No space left on device"), MemoryError()):
+        with pytest.raises(type(error)):
+            run(Kernel(compilation=error))
+
+
+class Aligned(Kernel):
+    """A kernel that needs more shared memory if a number is not divisible by 16: Triton compiles it for both."""
+
+    def warmup(self, tensor, number, *, BLOCK_N, **constants):
+        def load():
+            if number % 16 and BLOCK_N > 32:
+                raise OutOfResources(2, 1, "shared memory")
+
+        return types.SimpleNamespace(_init_handles=load)
+
+    def __getitem__(self, grid):
+        def run(tensor, number, *, BLOCK_N, **constants):
+            self.warmup(tensor, number, BLOCK_N=BLOCK_N)._init_handles()
+            if number < 0:
+                raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
+            self.sizes.append(BLOCK_N)
+
+        return run
+
+
+def test_tiles_that_fit_one_alignment_only(a_gpu):
+    """The next candidate is taken at the launch, and kept."""
+    kernel = Aligned()
+    for number in (64, 63, 64):
+        kernel_launch.launch(kernel, (1,), CANDIDATES, (torch.empty(1), number), {})
+    assert kernel.sizes == [64, 32, 32]
+    # Other errors of a launch are raised.
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        kernel_launch.launch(kernel, (1,), CANDIDATES, (torch.empty(1), -16), {})
 
 
 def test_tiles_are_chosen_for_types_constants_and_optional_arguments(a_gpu):

@@ -39,15 +39,17 @@ OTHERS = ("relative", "cope+alibi", "cope+relative", "token_gated_cope")
 # Default providers; on a GPU those of `FIRST`, then those of `MORE`.
 HOST_PROVIDERS = ("rope-sdpa", "cope-half", "cope-closed", "cope-listing", "pope-sdpa", "fox", "alibi")
 FIRST = (
-    *("rope-sdpa-flash", "rope-sdpa-cudnn", "rope-sdpa-efficient"),
-    *("cope-triton-half", "pope-triton", "fox-triton", "alibi-triton"),
+    *("rope-sdpa-cudnn", "rope-sdpa-flash", "rope-sdpa-efficient", "plain-triton", "cope-triton-half", "pope-triton"),
+    *("pope-sdpa-unpadded-cudnn", "pope-sdpa-padded-flash", "fox-triton", "alibi-triton"),
 )
 MORE = (
-    *("pope-sdpa-unpadded-cudnn", "pope-sdpa-padded-cudnn", "pope-sdpa-padded-flash", "pope-sdpa-padded-efficient"),
-    *("pope-sdpa-unpadded-flash", "pope-sdpa-unpadded-efficient", "cope-triton-open", "cope-triton-closed"),
+    *("pope-sdpa-padded-cudnn", "pope-sdpa-unpadded-efficient", "pope-sdpa-padded-efficient"),
+    *("pope-sdpa-unpadded-flash", "cope-triton-open", "cope-triton-closed"),
     *(f"{name}-triton" for name in OTHERS),
     *("cope-listing", "cope-half", "fox", "alibi", "rope-sdpa-math"),
 )
+# What is also decoded with other batches.
+DECODED = ("rope-sdpa-cudnn", "plain-triton", "cope-triton-half", "pope-triton", "fox-triton")
 # The cases of `kernel_cases` that the kinds of providers compute: the kernel and its options.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in KERNELS},

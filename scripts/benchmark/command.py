@@ -18,9 +18,19 @@ from whatwhere_cli.benchmark import DEVICE_TOKENS, DEVICE_WIDTH, parser
 from .attention import BASELINES, DIRECTIONS, FIRST, FOREIGN, HOST_PROVIDERS, MORE, PROVIDERS, Workload, tiles_note
 from .data import benchmark_data
 from .kernel_tiles import measured
-from .measure import CheckFailed, DeviceTimer, HostTimer, Shape, Unsupported, device_is_lost, one_line, out_of_memory
+from .measure import (
+    CheckFailed,
+    DeviceTimer,
+    HostTimer,
+    Shape,
+    Unsupported,
+    device_is_lost,
+    kernel_times,
+    one_line,
+    out_of_memory,
+)
 from .models import MODELS, STOCK, Models, model_runs
-from .report import Report, Result, device_name, is_failure, missing, versions
+from .report import Report, Result, device_name, is_failure, kernels_note, missing, versions
 from .serving import benchmark_serving
 
 DEVICE_LENGTHS = [4096, 16384, 65536, 1024, 2048, 8192, 32768, 512]
@@ -124,7 +134,8 @@ class Benchmark:
             workload = functools.cache(functools.partial(Workload, shape, self.dtype, self.device))
 
             def prepare(result: Result, workload: Callable[[], Workload] = workload) -> Iterator[tuple[str, Any]]:
-                provider = workload().provider(result.provider)
+                provider, in_turns = workload().provider(result.provider), self.device.type == "cpu"
+                kernels: dict[str, float] = {}
                 with provider.context():
                     result.error = workload().check(provider)
                     result.inputs = workload().input_bytes(provider.kind)
@@ -132,10 +143,11 @@ class Benchmark:
                         result.stage = f"{direction}: "
                         function = workload().run(provider, direction)
                         if function is not None:
-                            in_turns = self.device.type == "cpu"
                             yield direction, within(provider.context, function) if in_turns else function
+                            if direction == "forward+backward" and "triton" in result.provider and not in_turns:
+                                kernels = kernel_times(function)
                         del function
-                result.note = tiles_note() if "triton" in result.provider else ""
+                result.note = kernels_note(kernels) + tiles_note() if "triton" in result.provider else ""
 
             self.measure("attention", shape, names, prepare)
 

@@ -104,6 +104,15 @@ class DeviceTimer:
         return [start.elapsed_time(end) for start, end in events]
 
 
+def kernel_times(function: Callable[[], Any]) -> dict[str, float]:
+    """Returns the milliseconds of each kernel of a call on a GPU, the longest first; empty without CUPTI."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        function()
+        torch.cuda.synchronize()
+    times = {event.key: event.self_device_time_total / 1e3 for event in profile.key_averages()}
+    return dict(sorted(((name, time) for name, time in times.items() if time > 0), key=lambda one: -one[1]))
+
+
 def captured(function: Callable[[], torch.Tensor]) -> tuple[Callable[[], Any], torch.Tensor]:
     """Captures a function as a CUDA graph, to time it without launch overhead; raises Unsupported if it cannot.
 

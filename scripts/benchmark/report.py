@@ -15,6 +15,7 @@ import transformers
 from torch.utils import collect_env
 
 import whatwhere
+from whatwhere.attention_triton import WAYS
 
 from .attention import BASELINES, FOREIGN, STOCK_PREFIXES
 from .measure import Sample, Shape
@@ -140,11 +141,15 @@ class Report:
 SHOWN: dict[str, float | None] = {
     "cope-triton-half": 1.3,
     "pope-triton": 1.65,
-    **dict.fromkeys(("fox-triton", "alibi-triton", "pope-sdpa-unpadded-cudnn", "pope-sdpa-padded-cudnn", "cope-half")),
+    **dict.fromkeys(("plain-triton", "fox-triton", "alibi-triton")),
+    **dict.fromkeys(("pope-sdpa-unpadded-cudnn", "pope-sdpa-padded-flash")),
     # Its backward should take 3 times as long as ours.
     "pope-pytorch": None,
 }
 SHOWN_LENGTHS = ("4096", "16384", "65536")
+# The directions that stand for what `auto` chooses a way for.
+PHASES = {"forward+backward": "training", "forward": "prompt", "decoding": "decoding"}
+KERNELS_NOTE = "ms of kernels: "
 TARGETS = {"decoding": 1.2, "decoding graph": 1.2, "memory": 1.2}
 
 
@@ -162,7 +167,47 @@ def summary_of_benchmark(rows: Sequence[dict[str, str]], tiles: pathlib.Path) ->
     lines = [f"{provider:24} {shape:20} {', '.join(cells)}" for (provider, shape), cells in sorted(found.items())]
     if lines:
         lines = ["", "as multiples of the fastest SDPA with RoPE, or of stock Llama (!: more than the target)", *lines]
-    return [*lines, *missing(rows), *summary_of_tiles(read_rows(tiles))]
+    lines += [*summary_of_ways(rows), *summary_of_kernels(rows), *missing(rows)]
+    return [*lines, *summary_of_tiles(read_rows(tiles))]
+
+
+def summary_of_ways(rows: Sequence[dict[str, str]]) -> list[str]:
+    """Returns a line for each head dim and phase: whether PoPE's kernel or its rotation and SDPA is faster."""
+    # Milliseconds by head dim and direction, shape, provider.
+    found: dict[tuple[str, str], dict[str, dict[str, float]]] = {}
+    for row in rows:
+        shown = row["length"] in SHOWN_LENGTHS and row["direction"] in PHASES
+        if row["provider"].startswith("pope-") and row["ratio"] and shown:
+            shapes = found.setdefault((row["head_dim"], row["direction"]), {})
+            shapes.setdefault(row["shape"], {})[row["provider"]] = float(row["milliseconds"])
+    lines = []
+    for (head_dim, direction), shapes in sorted(found.items()):
+        cells = []
+        for shape, times in shapes.items():
+            rotated = [(time, name) for name, time in times.items() if name.startswith("pope-sdpa-")]
+            if rotated and "pope-triton" in times:
+                best, ours = min(rotated), times["pope-triton"]
+                cells.append(f"{shape} {'the kernel' if ours <= best[0] else best[1]} ({ours / best[0]:.2f})")
+        if cells:
+            way = f"`auto` runs {WAYS['pope'][PHASES[direction]]!r}"
+            lines.append(f"faster for pope, {PHASES[direction]}, head dim {head_dim} ({way}): {', '.join(cells)}")
+    return lines
+
+
+def kernels_note(kernels: dict[str, float]) -> str:
+    """Returns the times of kernels as the beginning of a note."""
+    shown = ", ".join(f"{name.split('(')[0][:40]} {time:.3f}" for name, time in [*kernels.items()][:8])
+    return f"{KERNELS_NOTE}{shown}; " if shown else ""
+
+
+def summary_of_kernels(rows: Sequence[dict[str, str]]) -> list[str]:
+    """Returns a line for each head dim: the times of CoPE's kernels at 16,384 tokens."""
+    return [
+        f"cope at 16384, head dim {row['head_dim']}, {row['note'].split(';')[0]}"
+        for row in rows
+        if (row["provider"], row["length"], row["direction"]) == ("cope-triton-half", "16384", "forward+backward")
+        and row["note"].startswith(KERNELS_NOTE)
+    ]
 
 
 def _marked(ratio: str, target: float | None) -> str:

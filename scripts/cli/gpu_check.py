@@ -5,9 +5,10 @@
     whatwhere gpu-check --case 'cope bfloat16 D=64 1x2/2x16384/16384 causal'    # one case of the check alone
     TRITON_INTERPRET=1 whatwhere gpu-check --device cpu    # tiny shapes, by Triton's interpreter
 
-The groups of cases, for every kernel, are `long` (up to 65,536 tokens), `tiles` (all tile sizes), `model` (small models
-against eager ones), `wide` (where shared memory is short) and `shapes` (lengths, masks, contents). The check gets at
-most half of --minutes, the benchmark the rest.
+What decides comes first: one case of each kernel and head dim (`first`), then the benchmark of attention at 4,096 and
+16,384 tokens, up to 60 % of --minutes. The check goes on up to 80 %: `long` (up to 65,536 tokens), `tiles` (all tile
+sizes), `model` (small models against eager ones), `wide` (where shared memory is short) and `shapes` (lengths, masks,
+contents). The rest of the benchmark follows.
 
 The exit code is 1 if a check failed or nothing was checked, and 2 if there is no GPU. Speeds do not affect it.
 docs/kernels.md says how the kernels are checked, and what is in FOLDER.

@@ -26,7 +26,7 @@ from torch.torch_version import TorchVersion
 
 from whatwhere_cli.gpu_check import parser
 
-from ..benchmark.attention import FIRST, FOREIGN, MORE, relative_errors, tiles_note
+from ..benchmark.attention import DECODED, FIRST, FOREIGN, MORE, relative_errors, tiles_note
 from ..benchmark.kernel_cases import KERNELS, MASKS, Case, case, precision_of
 from ..benchmark.kernel_tiles import chosen_by
 from ..benchmark.measure import CheckFailed, device_is_lost, one_line, out_of_memory
@@ -35,8 +35,8 @@ from ..benchmark.report import append_row, device_name, now, read_rows, summary_
 
 # Maximum share of rows in a case that are not compared; with fewer rows than this the tolerance is a whole unit.
 MOST_UNDECIDED, FEW_ROWS = 0.1, 64
-# The share of the time that the check may take, if the benchmark follows.
-CHECK_SHARE = 0.5
+# The shares of the time after which the first check, what decides of the benchmark, and the check end.
+FIRST_SHARE, DECISIVE_SHARE, CHECK_SHARE = 0.25, 0.6, 0.8
 OUT_OF_MEMORY = "out of memory"
 # Device memory for a process.
 JOB_BYTES = 4 << 30
@@ -220,8 +220,14 @@ def models() -> list[str]:
     return [name for name, config in configs.items() if "triton" in supported_implementations(config)]
 
 
+# What the names of the groups begin with that come before the benchmark.
+FIRST_GROUPS = "first "
+
+
 def groups_on_gpu() -> Iterator[Group]:
-    """Yields the groups to check on a GPU, the most important first."""
+    """Yields the groups to check on a GPU, the most important first: one case of each kernel and head dim."""
+    for head_dim, name in itertools.product((64, 128), KERNELS):
+        yield Group(f"{FIRST_GROUPS}{name} bfloat16 D={head_dim}", (case(name, "bfloat16", head_dim, 4096, batch=1),))
     for head_dim, name in itertools.product((64, 128), KERNELS):
         lengths = ((16384, 16384), (65536, 65536), (1, 65536))
         long = [case(name, "bfloat16", head_dim, *one, batch=1, heads=2, groups=2) for one in lengths]
@@ -285,23 +291,31 @@ def groups_on_cpu() -> Iterator[Group]:
 # Processes.
 
 
-def _work(group: Group, device: str, cache: str, connection: Any) -> None:
-    """Checks the cases of a group in a process, and sends a row for each."""
+def _work(device: str, cache: str, connection: Any) -> None:
+    """Checks the cases of groups in a process, as they come; sends a row for each, and whether the GPU is lost."""
     os.environ |= {"TRITON_CACHE_DIR": cache, "TRITON_INTERPRET": "1" if device == "cpu" else "0"}
     torch.set_num_threads(1)
-    for one in group.cases:
-        start, lost = time.perf_counter(), False
+    while True:
         try:
-            comparisons, error = group.check(one, torch.device(device), group.all_tiles)
-            row = {"status": "ok", "comparisons": str(comparisons), "error": f"{error:.3f}"}
-        except Exception as error:
-            # Continue with the other cases, if the GPU can be used.
-            lost = device_is_lost(error)
-            kind = OUT_OF_MEMORY if out_of_memory(error) else type(error).__name__
-            row = {"status": f"{kind}: {one_line(error)}"}
-        connection.send({**row, "case": str(one), "seconds": f"{time.perf_counter() - start:.1f}"})
-        if lost:
+            group = connection.recv()
+        except EOFError:
             return
+        for one in group.cases:
+            start, lost = time.perf_counter(), False
+            try:
+                comparisons, error = group.check(one, torch.device(device), group.all_tiles)
+                row = {"status": "ok", "comparisons": str(comparisons), "error": f"{error:.3f}"}
+            except Exception as error:
+                # Continue with the other cases, if the GPU can be used.
+                lost = device_is_lost(error)
+                kind = OUT_OF_MEMORY if out_of_memory(error) else type(error).__name__
+                row = {"status": f"{kind}: {one_line(error)}"}
+            row |= {"case": str(one), "seconds": f"{time.perf_counter() - start:.1f}"}
+            connection.send((row, lost))
+            if lost:
+                return
+        # The others need the memory.
+        torch.cuda.empty_cache()
 
 
 def check_all(
@@ -309,53 +323,81 @@ def check_all(
 ) -> Iterator[tuple[Group, dict[str, str]]]:
     """Yields groups with rows of their cases as they come, up to a time of the monotonic clock.
 
-    Cases that were out of memory run once more at the end, alone: they have two rows.
+    Each process checks one group after the other, until it dies or loses the GPU. Cases that were out of memory run
+    once more at the end, alone: they have two rows.
     """
     # A fork of a process that asked for the GPU cannot use it, and some imports ask.
     context: Any = multiprocessing.get_context("forkserver" if device == "cpu" else "spawn")
     if device == "cpu":
         context.set_forkserver_preload(["whatwhere.scripts.commands.gpu_check", "whatwhere"])
     waiting, again = list(groups), []
-    # The cases without a row, by connection.
-    running: dict[Any, tuple[Group, list[Case], Any]] = {}
-    while waiting or running:
-        while waiting and len(running) < jobs and time.monotonic() < until:
-            group = waiting.pop(0)
-            receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(target=_work, args=(group, device, str(cache), sender))
-            process.start()
-            sender.close()
-            running[receiver] = group, list(group.cases), process
-        left = until - time.monotonic()
-        if left <= 0:
-            for *_, process in running.values():
+    # Processes by connection; those at work, with the cases without a row.
+    processes: dict[Any, Any] = {}
+    running: dict[Any, tuple[Group, list[Case]]] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < jobs and time.monotonic() < until:
+                idle = [connection for connection in processes if connection not in running]
+                connection = idle[0] if idle else _started(context, device, cache, processes)
+                running[connection] = waiting[0], list(waiting[0].cases)
+                # One that died since its last row is noticed below.
+                with contextlib.suppress(BrokenPipeError):
+                    connection.send(waiting.pop(0))
+            left = until - time.monotonic()
+            if left <= 0:
+                return
+            ready: list[Any] = multiprocessing.connection.wait(list(running), timeout=left)
+            for connection in ready:
+                group, cases = running[connection]
+                try:
+                    row, lost = connection.recv()
+                except (EOFError, ConnectionResetError):
+                    processes[connection].join()
+                    code = processes.pop(connection).exitcode
+                    del running[connection]
+                    yield group, {"case": str(cases[0]), "status": f"its process ended with exit code {code}"}
+                    continue
+                one = cases.pop(0)
+                if row["status"].startswith(OUT_OF_MEMORY):
+                    again.append(dataclasses.replace(group, cases=(one,)))
+                if lost or not cases:
+                    del running[connection]
+                if lost:
+                    processes.pop(connection).join()
+                yield group, row
+    finally:
+        for connection, process in processes.items():
+            connection.close()
+            if connection in running:
                 process.kill()
-            return
-        ready: list[Any] = multiprocessing.connection.wait(list(running), timeout=left)
-        for receiver in ready:
-            group, cases, process = running[receiver]
-            try:
-                row = receiver.recv()
-            except EOFError:
-                process.join()
-                del running[receiver]
-                # After a case that made the GPU unusable it ends with 0.
-                if cases and process.exitcode:
-                    died = f"its process ended with exit code {process.exitcode}"
-                    yield group, {"case": str(cases[0]), "status": died}
-                continue
-            one = cases.pop(0)
-            if row["status"].startswith(OUT_OF_MEMORY):
-                again.append(dataclasses.replace(group, cases=(one,)))
-            yield group, row
+            process.join()
     if again and not last:
         yield from check_all(again, device, cache, 1, until, last=True)
 
 
+def _started(context: Any, device: str, cache: pathlib.Path, processes: dict[Any, Any]) -> Any:
+    """Starts a process that checks groups, and returns its connection."""
+    connection, other = context.Pipe()
+    process = context.Process(target=_work, args=(device, str(cache), other))
+    process.start()
+    other.close()
+    processes[connection] = process
+    return connection
+
+
 # The benchmark: each stage in a process.
 
+# What decides, with the first tiles that fit: at a batch of 16,384 tokens, then one new token for 1 and 16 sequences.
+DECISIVE = (
+    ["--parts", "attention", "--lengths", "16384,4096", "--providers", ",".join(FIRST)],
+    *(
+        ["--parts", "attention", "--providers", ",".join(DECODED), "--directions", "decoding,decoding graph", *shape]
+        for shape in (["--lengths", "4096", "--batch", "1"], ["--lengths", "16384", "--batch", "16"])
+    ),
+)
+# The rest, with tiles that are measured.
 STAGES = (
-    ["--parts", "attention", "--lengths", "4096,16384,65536,1024", "--providers", ",".join(FIRST)],
+    ["--parts", "attention", "--lengths", "65536,1024", "--providers", ",".join(FIRST)],
     ["--parts", "model"],
     ["--parts", "attention", "--providers", ",".join(MORE)],
     # Third-party code comes last.
@@ -363,15 +405,16 @@ STAGES = (
 )
 
 
-def run_benchmark(folder: pathlib.Path, until: float) -> int:
-    """Runs the stages of the benchmark up to a time of the monotonic clock; returns the largest exit code."""
+def run_benchmark(folder: pathlib.Path, stages: Sequence[list[str]], until: float) -> int:
+    """Runs stages of the benchmark up to a time of the monotonic clock; returns the largest exit code."""
     code = 0
-    for stage in STAGES:
+    for stage in stages:
         minutes = (until - time.monotonic()) / 60
         if minutes <= 0:
             print(f"left out, no time: whatwhere benchmark {' '.join(stage)}")
             continue
-        files = ["--output", str(folder / "benchmark.csv"), "--tiles", str(folder / "tiles.json"), "--resume"]
+        files = ["--output", str(folder / "benchmark.csv"), "--resume"]
+        files += ["--tiles", str(folder / "tiles.json")] if stage in STAGES else []
         command = [sys.executable, "-m", "whatwhere", "benchmark", "--device", "cuda", "--minutes", f"{minutes:.2f}"]
         environment = {**os.environ, "TRITON_CACHE_DIR": str(folder / "cache")}
         done = subprocess.run([*command, *files, *stage], env=environment).returncode
@@ -471,20 +514,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if latest:
         failed = sum(row["status"] != "ok" for row in latest.values())
         print(f"{len(latest)} cases are in {file} already; {failed} failed and are repeated")
-    until = start + 60 * parsed.minutes
-    benchmark = parsed.device == "cuda" and not parsed.no_benchmark
-    check_until = start + 60 * parsed.minutes * (CHECK_SHARE if benchmark else 1)
     cache = parsed.output / "cache"
-    for group, found in check_all(open_groups, parsed.device, cache, jobs_on(parsed.device), check_until):
-        row = {**dict.fromkeys(FIELDS, ""), **state, "date": now(), "group": group.name, **found}
-        append_row(file, row)
-        latest[row["group"], row["case"]] = row
-        if row["status"] == "ok":
-            print(f"{group.name:32} {row['case']:72} {row['error']:>6} {row['seconds']:>6} s", flush=True)
-            continue
-        again = f"whatwhere gpu-check --device {parsed.device} --case '{row['case']}'"
-        print(f"FAILED {row['case']}: {row['status']}\n    {again}", file=sys.stderr, flush=True)
-    code = run_benchmark(parsed.output, until) if benchmark else 0
+
+    def ends(share: float) -> float:
+        return start + 60 * parsed.minutes * share
+
+    def check(groups: Sequence[Group], until: float) -> None:
+        for group, found in check_all(groups, parsed.device, cache, jobs_on(parsed.device), until):
+            row = {**dict.fromkeys(FIELDS, ""), **state, "date": now(), "group": group.name, **found}
+            append_row(file, row)
+            latest[row["group"], row["case"]] = row
+            if row["status"] == "ok":
+                print(f"{group.name:32} {row['case']:72} {row['error']:>6} {row['seconds']:>6} s", flush=True)
+                continue
+            again = f"whatwhere gpu-check --device {parsed.device} --case '{row['case']}'"
+            print(f"FAILED {row['case']}: {row['status']}\n    {again}", file=sys.stderr, flush=True)
+
+    code = 0
+    if parsed.device == "cpu" or parsed.no_benchmark:
+        check(open_groups, ends(1))
+    else:
+        first = [group for group in open_groups if group.name.startswith(FIRST_GROUPS)]
+        check(first, ends(FIRST_SHARE))
+        code = run_benchmark(parsed.output, DECISIVE, ends(DECISIVE_SHARE))
+        check([group for group in open_groups if group not in first], ends(CHECK_SHARE))
+        code = max(code, run_benchmark(parsed.output, STAGES, ends(1)))
     names = {group.name for group in groups}
     rows = [row for row in latest.values() if row["group"] in names]
     lines = summary(groups, rows, parsed.output, state)
