@@ -55,9 +55,7 @@ from .kernel_flash import (
     row_limits,
     row_parts,
     row_products,
-    running_sums,
     seen_keys,
-    softmax_step,
 )
 from .kernel_launch import INTERPRETED, MASKED, Tiles, block_width, dot, heads, launch, load, pointer, precision, store, tl, triton
 from .kernel_logits import (
@@ -122,31 +120,35 @@ def _reciprocal(numbers):
 
 
 @triton.jit
-def _load_pairs(pointers):
-    """The two float32 at each pointer, in memory that the kernel does not write.
+def _load_pairs(pairs, index):
+    """The two float32 at 2 * index of each row of pairs, in memory that the kernel does not write.
 
     The compiler would move scattered pointers of a `tl.load` to another layout, and what comes from them back, through
     shared memory. Assembly stays in the layout of the logits.
     """
     if _has_ptx():
+        addresses = pairs.to(tl.int64)[:, None] + index.to(tl.int64) * 8
         first, second = tl.inline_asm_elementwise(
-            "ld.global.nc.v2.f32 {$0, $1}, [$2];", "=f,=f,l", [pointers.to(tl.int64)], dtype=(tl.float32, tl.float32), is_pure=True,
+            "ld.global.nc.v2.f32 {$0, $1}, [$2];", "=f,=f,l", [addresses], dtype=(tl.float32, tl.float32), is_pure=True,
             pack=1,
         )  # fmt: skip
     else:
+        pointers = pairs[:, None] + index * 2
         first, second = tl.load(pointers), tl.load(pointers + 1)
     return first, second
 
 
 @triton.jit
-def _store_pairs(pointers, first, second, mask):
-    """Writes two float32 to each pointer where the mask is set; in assembly, as `_load_pairs`."""
+def _store_pairs(pairs, index, first, second, mask):
+    """Writes two float32 at 2 * index of each row of pairs where the mask is set; in assembly, as `_load_pairs`."""
     if _has_ptx():
+        addresses = pairs.to(tl.int64)[:, None] + index.to(tl.int64) * 8
         tl.inline_asm_elementwise(
             "{ .reg .pred p; setp.ne.s32 p, $4, 0; @p st.global.v2.f32 [$1], {$2, $3}; mov.b32 $0, 0; }",
-            "=r,l,f,f,r", [pointers.to(tl.int64), first, second, mask.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+            "=r,l,f,f,r", [addresses, first, second, mask.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
     else:
+        pointers = pairs[:, None] + index * 2
         tl.store(pointers, first, mask=mask)
         tl.store(pointers + 1, second, mask=mask)
 
@@ -168,10 +170,16 @@ def _triangle(like, BLOCK_N: tl.constexpr, NEWER: tl.constexpr):
 
 
 @triton.jit
+def _seen(key_ranges, low, high, begin, Q, K, BLOCK_N: tl.constexpr):
+    """`seen_keys`, compared with limits relative to the block: `begin` becomes 64 bits wide where it is an address."""
+    return seen_keys(key_ranges, low - begin, high - begin, 0, Q + begin, K - begin, BLOCK_N)
+
+
+@triton.jit
 def _open_gates(scores, seen):
     """sigmoid of gate logits in base 2; 0 for keys that are not seen, and instead of NaN."""
     gates = _reciprocal(1.0 + tl.exp2(-scores))
-    return gates, tl.where(seen & (gates >= 0), gates, 0.0)
+    return gates, tl.where(seen, tl.maximum(gates, 0.0), 0.0)
 
 
 @triton.jit
@@ -198,13 +206,42 @@ def _counts(gates, triangle):
 
 
 @triton.jit
+def running_sums(terms, triangle):
+    """Sums of float32 terms along a row, by a `_triangle`.
+
+    In float32 with a float32 matrix, with 16 bits of each term with a bfloat16 one.
+    """
+    if triangle.dtype == tl.float32:
+        sums = dot(terms, triangle, None, "ieee")
+    else:
+        # Without the lower bits a float32 is a bfloat16.
+        leading = (terms.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+        rest = (terms - leading).to(tl.bfloat16)
+        sums = dot(rest, triangle, dot(leading.to(tl.bfloat16), triangle, None, "ieee"), "ieee")
+    return sums
+
+
+@triton.jit
+def _softmax_step(acc, total, top, logits, v, dropout, member, rows, keys, PRECISION: tl.constexpr):
+    """As `softmax_step` of `kernel_flash`, for logits that are `MASKED` where a key is not seen."""
+    new_top = tl.maximum(top, tl.max(logits, 1))
+    # A row that has seen no key yet has weights exp2(MASKED), 0.
+    origin = tl.where(new_top == MASKED, 0.0, new_top)
+    weights = tl.exp2(logits - origin[:, None])
+    decay = tl.exp2(top - origin)
+    kept = apply_dropout(weights, dropout, member, rows, keys)
+    acc = dot(kept.to(v.dtype), v, acc * decay[:, None], PRECISION)
+    return acc, total * decay + tl.sum(weights, 1), new_top
+
+
+@triton.jit
 def _split(count, P):
     """What a block needs of the counts of its rows.
 
     The whole positions, the fixed-point rest, and the limits of a fixed-point position relative to the former. Within a
     block positions move by at most MOST_COLUMNS, so farther limits, and positions farther beyond the last, are the same.
     """
-    level = tl.minimum(count >> BITS, P - 1 + MOST_COLUMNS).to(tl.int32)
+    level = tl.minimum((count >> BITS).to(tl.int32), P - 1 + MOST_COLUMNS)
     rest = (count & (ONE - 1)).to(tl.int32)
     lowest = -tl.minimum(level, 2 * MOST_COLUMNS) << BITS
     highest = tl.minimum(P - 1 - level, 2 * MOST_COLUMNS) << BITS
@@ -220,7 +257,7 @@ def _interpolate(z, level, position):
     # The bits of the fraction are those of a float32 from 1 to 2.
     bits = (position << 2) & 0x7FFFFF | 0x3F800000
     fraction = bits.to(tl.float32, bitcast=True) - 1.0
-    below, step = _load_pairs((z + level * 2)[:, None] + (position >> BITS) * 2)
+    below, step = _load_pairs(z + level * 2, position >> BITS)
     return fraction, below, step
 
 
@@ -263,7 +300,7 @@ def _position_values(
 @triton.jit(do_not_specialize=["H", "groups", "Q", "K", "first_row", "row_count", "blocks"])
 def _window_forward(
     query, key, gate_key, value, values, key_ranges, logit_bias, window, dropout, scaling, H, groups, Q, K, P,
-    first_row, chunk_rows, row_count, blocks, SHARED: tl.constexpr, D: tl.constexpr,
+    first_row, chunk_rows, row_count, blocks, SHARED: tl.constexpr, EDGE: tl.constexpr, D: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """The window of one block of rows, of `row_count` a head: Q, or with SHARED as many as see what row 0 sees.
@@ -286,6 +323,8 @@ def _window_forward(
     q = load(pointer(query, b, h), query.row, first, row_count, 0.0, D, BLOCK_M, BLOCK_D, False)
     keys = pointer(key, b, h // groups)
     v_rows = pointer(value, b, h // groups)
+    if gate_key is not None:
+        gate_keys = pointer(gate_key, b, h // groups)
     z = values + (member * chunk_rows + tl.minimum(local, chunk_rows - 1)) * P * 2
     if logit_bias is not None:
         if SHARED:
@@ -307,14 +346,15 @@ def _window_forward(
     scale = scaling * LOG2_E
     pending = tl.max(sees.to(tl.int32))
     newer = _triangle(tl.float16, BLOCK_N, True)
-    while (pending > 0) & (block * BLOCK_N + BLOCK_N > bottom):
+    # Windows end at the edge of a block of the backward pass.
+    while ((pending > 0) | ((block + 1) * BLOCK_N % EDGE > 0)) & (block * BLOCK_N + BLOCK_N > bottom):
         begin = block * BLOCK_N
         k = load(keys, key.row, begin, K, 0.0, D, BLOCK_N, BLOCK_D, False)
         logits = dot(q, tl.trans(k), None, PRECISION) * scale
-        seen = seen_keys(key_ranges, low, high, begin, Q, K, BLOCK_N)
+        seen = _seen(key_ranges, low, high, begin, Q, K, BLOCK_N)
         scores = logits
         if gate_key is not None:
-            gk = load(pointer(gate_key, b, h // groups), gate_key.row, begin, K, 0.0, D, BLOCK_N, BLOCK_D, False)
+            gk = load(gate_keys, gate_key.row, begin, K, 0.0, D, BLOCK_N, BLOCK_D, False)
             scores = dot(q, tl.trans(gk), None, PRECISION) * scale
         gates, known = _open_gates(scores, seen)
         if gate_key is not None:
@@ -328,11 +368,12 @@ def _window_forward(
         if logit_bias is not None:
             logits += bias_values(logit_bias, of_rows, columns, K) * LOG2_E
         v = load(v_rows, value.row, begin, K, 0.0, D, BLOCK_N, BLOCK_D, False)
-        acc, weight, top = softmax_step(
-            acc, weight, top, logits, seen, v, dropout, member, rows[:, None], columns, PRECISION
+        logits = tl.where(seen, logits, MASKED)
+        acc, weight, top = _softmax_step(
+            acc, weight, top, logits, v, dropout, member, rows[:, None], columns, PRECISION
         )
         count += tl.sum(counts, 1)
-        unfinished = sees & (low < begin) & (count >> BITS < P - 1)
+        unfinished = sees & (low < begin) & ((count >> BITS).to(tl.int32) < P - 1)
         pending = tl.max(unfinished.to(tl.int32))
         block -= 1
 
@@ -426,6 +467,11 @@ def _window_rows(
     z = values + here
     edges = member * tl.cdiv(K, BLOCK_N) * chunk_rows + local
 
+    keys = pointer(key, b, h // groups)
+    v_rows = pointer(value, b, h // groups)
+    if gate_key is not None:
+        gate_keys = pointer(gate_key, b, h // groups)
+
     # The count of the keys that are still ahead, the one at the left edge of the block included.
     count = tl.load(window.total + member * Q + rows, mask=inside, other=0)
     slope = tl.zeros([BLOCK_M], tl.float32)
@@ -444,14 +490,14 @@ def _window_rows(
     for block in range(oldest // BLOCK_N, tl.cdiv(tl.load(window.end + this), BLOCK_N)):
         begin = block * BLOCK_N
         columns = begin + tl.arange(0, BLOCK_N)
-        seen = seen_keys(key_ranges, low, high, begin, Q, K, BLOCK_N) & (columns >= oldest)[None, :]
+        seen = _seen(key_ranges, low, high, begin, Q, K, BLOCK_N)
         tl.store(edge_count + edges + block * chunk_rows, count, mask=inside)
         tl.store(edge_slope + edges + block * chunk_rows, slope, mask=inside)
-        k = load(pointer(key, b, h // groups), key.row, begin, K, 0.0, D, BLOCK_N, BLOCK_D, False)
-        v = load(pointer(value, b, h // groups), value.row, begin, K, 0.0, D, BLOCK_N, BLOCK_D, False)
+        k = load(keys, key.row, begin, K, 0.0, D, BLOCK_N, BLOCK_D, False)
+        v = load(v_rows, value.row, begin, K, 0.0, D, BLOCK_N, BLOCK_D, False)
         gk = None
         if gate_key is not None:
-            gk = load(pointer(gate_key, b, h // groups), gate_key.row, begin, K, 0.0, D, BLOCK_N, BLOCK_D, False)
+            gk = load(gate_keys, gate_key.row, begin, K, 0.0, D, BLOCK_N, BLOCK_D, False)
         block_bias = None
         if logit_bias is not None:
             block_bias = bias_values(logit_bias, of_rows, columns[None, :], K)
@@ -471,8 +517,7 @@ def _window_rows(
         part = dlogits * fraction
         sums = sum_before[:, None] + running_sums(dlogits, older)
         fractions = fraction_before[:, None] + running_sums(part, older)
-        to = (levels + here + level * 2)[:, None] + (position >> BITS) * 2
-        _store_pairs(to, sums, fractions, leaving)
+        _store_pairs(levels + here + level * 2, position >> BITS, sums, fractions, leaving)
         sum_before += tl.sum(dlogits, 1)
         fraction_before += tl.sum(part, 1)
         slope += tl.sum(dposition, 1)
@@ -485,6 +530,33 @@ def _window_rows(
     store(
         grad_query + member * chunk_rows * D, D, row_block * BLOCK_M, Q - first_row, dq * scaling, D, BLOCK_M, BLOCK_D
     )
+
+
+@triton.jit
+def _row_blocks(
+    window, member, begin, first_row, chunk_rows, blocks, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """The blocks of a chunk's rows, from the first up to but without the last, whose windows may have keys begin.."""
+    count = chunk_rows // BLOCK_M
+    first = count
+    last = 0
+    for some in range(0, count, SCAN):
+        candidates = some + tl.arange(0, SCAN)
+        index = first_row // BLOCK_M + candidates
+        known = (candidates < count) & (index < blocks)
+        starts = tl.load(window.start + member * blocks + index, mask=known, other=0)
+        ends = tl.load(window.end + member * blocks + index, mask=known, other=0)
+        needed = known & (starts < begin + BLOCK_N) & (ends > begin)
+        first = tl.minimum(first, tl.min(tl.where(needed, candidates, count)))
+        last = tl.maximum(last, tl.max(tl.where(needed, candidates + 1, 0)))
+    return first, last
+
+
+@triton.jit
+def _add(data, begin, K, tile, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Adds a tile to rows begin.. of a (K, D) matrix."""
+    tile += load(data, D, begin, K, 0.0, D, BLOCK_N, BLOCK_D, False)
+    store(data, D, begin, K, tile, D, BLOCK_N, BLOCK_D)
 
 
 @triton.jit(do_not_specialize=["G", "groups", "Q", "K", "first_row", "blocks"])
@@ -508,32 +580,28 @@ def _window_columns(
     columns = begin + tl.arange(0, BLOCK_N)
     if key_ranges is not None:
         key_ranges += b * (Q + K) * 2
+    # Most programs of a long sequence find no window with their keys.
+    touched = 0
+    for h in range(g * groups, (g + 1) * groups):
+        _, last_block = _row_blocks(window, b * G * groups + h, begin, first_row, chunk_rows, blocks, BLOCK_M, BLOCK_N)
+        touched = tl.maximum(touched, last_block)
+    if touched == 0:
+        return
     k = load(pointer(key, b, g), key.row, begin, K, 0.0, D, BLOCK_N, BLOCK_D, False)
     v = load(pointer(value, b, g), value.row, begin, K, 0.0, D, BLOCK_N, BLOCK_D, False)
     gk = None
     if gate_key is not None:
         gk = load(pointer(gate_key, b, g), gate_key.row, begin, K, 0.0, D, BLOCK_N, BLOCK_D, False)
-        dgk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+        dgk = tl.zeros([BLOCK_D, BLOCK_N], tl.float32)
+    # Transposed: a matrix instruction of Hopper has 64 rows.
+    dk = tl.zeros([BLOCK_D, BLOCK_N], tl.float32)
+    dv = tl.zeros([BLOCK_D, BLOCK_N], tl.float32)
     older_counts = _triangle(tl.float16, BLOCK_N, False)
     older = _triangle(tl.float32 if k.dtype == tl.float32 else tl.bfloat16, BLOCK_N, False)
     scale = scaling * LOG2_E
-    touched = 0
     for h in range(g * groups, (g + 1) * groups):
         of_head = b * G * groups + h
-        first_block = chunk_rows // BLOCK_M
-        last_block = 0
-        for some in range(0, chunk_rows // BLOCK_M, SCAN):
-            candidates = some + tl.arange(0, SCAN)
-            index = first_row // BLOCK_M + candidates
-            known = (candidates < chunk_rows // BLOCK_M) & (index < blocks)
-            starts = tl.load(window.start + of_head * blocks + index, mask=known, other=0)
-            ends = tl.load(window.end + of_head * blocks + index, mask=known, other=0)
-            needed = known & (starts < begin + BLOCK_N) & (ends > begin)
-            first_block = tl.minimum(first_block, tl.min(tl.where(needed, candidates, chunk_rows // BLOCK_M)))
-            last_block = tl.maximum(last_block, tl.max(tl.where(needed, candidates + 1, 0)))
-        touched = tl.maximum(touched, last_block)
+        first_block, last_block = _row_blocks(window, of_head, begin, first_row, chunk_rows, blocks, BLOCK_M, BLOCK_N)
         for row_block in range(first_block, last_block):
             oldest = tl.load(window.start + of_head * blocks + first_row // BLOCK_M + row_block)
             if oldest < begin + BLOCK_N:
@@ -542,7 +610,7 @@ def _window_columns(
                 rows, inside, low, high, q, do, row_lse, row_delta = _load_rows(
                     grad, query, window, delta, key_ranges, b, h, of_head, first, Q, K, D, BLOCK_D, BLOCK_M
                 )
-                seen = seen_keys(key_ranges, low, high, begin, Q, K, BLOCK_N) & (columns >= oldest)[None, :]
+                seen = _seen(key_ranges, low, high, begin, Q, K, BLOCK_N)
                 edge = (of_head * tl.cdiv(K, BLOCK_N) + block) * chunk_rows + local
                 count = tl.load(edge_count + edge, mask=inside, other=0)
                 slope = tl.load(edge_slope + edge, mask=inside, other=0.0)
@@ -556,21 +624,17 @@ def _window_columns(
                     q, k, gk, v, do, z, block_bias, seen, count, slope, row_lse, row_delta, older_counts,
                     older, dropout, of_head, rows, columns, scale, P, PRECISION,
                 )  # fmt: skip
-                dv = dot(tl.trans(weights.to(do.dtype)), do, dv, PRECISION)
+                dv = dot(tl.trans(do), weights.to(do.dtype), dv, PRECISION)
                 if gate_key is not None:
-                    dgk = dot(tl.trans(dgates.to(q.dtype)), q, dgk, PRECISION)
-                    dk = dot(tl.trans(dlogits.to(q.dtype)), q, dk, PRECISION)
+                    dgk = dot(tl.trans(q), dgates.to(q.dtype), dgk, PRECISION)
+                    dk = dot(tl.trans(q), dlogits.to(q.dtype), dk, PRECISION)
                 else:
-                    dk = dot(tl.trans((dlogits + dgates).to(q.dtype)), q, dk, PRECISION)
-    if touched > 0:
-        to = member * K * D
-        dk = dk * scaling + load(grad_key + to, D, begin, K, 0.0, D, BLOCK_N, BLOCK_D, False)
-        store(grad_key + to, D, begin, K, dk, D, BLOCK_N, BLOCK_D)
-        dv += load(grad_value + member * K * D, D, begin, K, 0.0, D, BLOCK_N, BLOCK_D, False)
-        store(grad_value + member * K * D, D, begin, K, dv, D, BLOCK_N, BLOCK_D)
-        if gate_key is not None:
-            dgk = dgk * scaling + load(grad_gate_key + to, D, begin, K, 0.0, D, BLOCK_N, BLOCK_D, False)
-            store(grad_gate_key + to, D, begin, K, dgk, D, BLOCK_N, BLOCK_D)
+                    dk = dot(tl.trans(q), (dlogits + dgates).to(q.dtype), dk, PRECISION)
+    to = member * K * D
+    _add(grad_key + to, begin, K, tl.trans(dk) * scaling, D, BLOCK_N, BLOCK_D)
+    _add(grad_value + to, begin, K, tl.trans(dv), D, BLOCK_N, BLOCK_D)
+    if gate_key is not None:
+        _add(grad_gate_key + to, begin, K, tl.trans(dgk) * scaling, D, BLOCK_N, BLOCK_D)
 
 
 def _window_tiles(head_dim: int, dtype: torch.dtype) -> tuple[list[Tiles], list[Tiles]]:
@@ -688,7 +752,7 @@ class _Pass:
                     *(*self.matrices, values, self.key_ranges, logit_bias, window, self.dropout),
                     *(self.scaling, H, H // self.G, seen_from, self.K, self.P, first, chunk, Q, blocks),
                 ),
-                {**self.constants, "SHARED": shared_rows},
+                {**self.constants, "SHARED": shared_rows, "EDGE": 1 if shared_rows else self.backward_tiles[0].columns},
                 key=(rows,),
             )
         return window

@@ -383,7 +383,8 @@ def visited(monkeypatch):
     found, interpolate = [], kernel_cope._interpolate
 
     def recorded(z, level, position):
-        found.append(torch.from_numpy(level.handle.data[:, None].astype("int64") << 21) + position.handle.data)
+        levels = torch.from_numpy(level.handle.data)
+        found.append(levels[:, None].long() * 2**21 + torch.from_numpy(position.handle.data))
         return interpolate(z, level, position)
 
     monkeypatch.setattr(kernel_cope, "_interpolate", recorded)
