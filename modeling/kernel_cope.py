@@ -347,7 +347,7 @@ def _window_forward(
     pending = tl.max(sees.to(tl.int32))
     newer = _triangle(tl.float16, BLOCK_N, True)
     # Windows end at the edge of a block of the backward pass.
-    while ((pending > 0) | ((block + 1) * BLOCK_N % EDGE > 0)) & (block * BLOCK_N + BLOCK_N > bottom):
+    while ((pending > 0) & (block * BLOCK_N + BLOCK_N > bottom)) | ((block + 1) * BLOCK_N % EDGE > 0):
         begin = block * BLOCK_N
         k = load(keys, key.row, begin, K, 0.0, D, BLOCK_N, BLOCK_D, False)
         logits = dot(q, tl.trans(k), None, PRECISION) * scale
@@ -444,13 +444,13 @@ def _window_gradients(
 def _window_rows(
     grad, query, key, gate_key, value, values, key_ranges, logit_bias, window, delta, dropout, grad_query, levels,
     edge_count, edge_slope, scaling, H, groups, Q, K, P, first_row, chunk_rows, blocks,
-    D: tl.constexpr, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    EDGE: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """For the window of one block of rows: dq, prefix sums of dL per level, and numbers at the edges of key blocks.
 
     grad_query (B * H, chunk_rows, D); levels (B * H, chunk_rows, P, 2), as they were where nothing is written, the sums
-    of dL and of dL * fraction; edge_count, edge_slope (B * H, key blocks, chunk_rows).
+    of dL and of dL * fraction; edge_count, edge_slope (B * H, blocks of EDGE keys, chunk_rows).
     """
     row_blocks = tl.cdiv(tl.minimum(chunk_rows, Q - first_row), BLOCK_M)
     row_block = tl.program_id(0) % row_blocks
@@ -465,7 +465,7 @@ def _window_rows(
     )
     here = (member * chunk_rows + tl.minimum(local, chunk_rows - 1)) * P * 2
     z = values + here
-    edges = member * tl.cdiv(K, BLOCK_N) * chunk_rows + local
+    edges = member * tl.cdiv(K, EDGE) * chunk_rows + local
 
     keys = pointer(key, b, h // groups)
     v_rows = pointer(value, b, h // groups)
@@ -491,8 +491,11 @@ def _window_rows(
         begin = block * BLOCK_N
         columns = begin + tl.arange(0, BLOCK_N)
         seen = _seen(key_ranges, low, high, begin, Q, K, BLOCK_N)
-        tl.store(edge_count + edges + block * chunk_rows, count, mask=inside)
-        tl.store(edge_slope + edges + block * chunk_rows, slope, mask=inside)
+        if begin % EDGE == 0:
+            edge = edges + begin // EDGE * chunk_rows
+            known = tl.minimum(count, (tl.cast(P, tl.int64) + MOST_COLUMNS) << BITS)
+            tl.store(edge_count + edge, known.to(edge_count.dtype.element_ty), mask=inside)
+            tl.store(edge_slope + edge, slope, mask=inside)
         k = load(keys, key.row, begin, K, 0.0, D, BLOCK_N, BLOCK_D, False)
         v = load(v_rows, value.row, begin, K, 0.0, D, BLOCK_N, BLOCK_D, False)
         gk = None
@@ -612,7 +615,7 @@ def _window_columns(
                 )
                 seen = _seen(key_ranges, low, high, begin, Q, K, BLOCK_N)
                 edge = (of_head * tl.cdiv(K, BLOCK_N) + block) * chunk_rows + local
-                count = tl.load(edge_count + edge, mask=inside, other=0)
+                count = tl.load(edge_count + edge, mask=inside, other=0).to(tl.int64)
                 slope = tl.load(edge_slope + edge, mask=inside, other=0.0)
                 block_bias = None
                 if logit_bias is not None:
@@ -637,21 +640,34 @@ def _window_columns(
         _add(grad_gate_key + to, begin, K, tl.trans(dgk) * scaling, D, BLOCK_N, BLOCK_D)
 
 
-def _window_tiles(head_dim: int, dtype: torch.dtype) -> tuple[list[Tiles], list[Tiles]]:
-    """The tiles of the forward and of the backward kernels, the preferred first.
+class _WindowTiles(NamedTuple):
+    """Tiles of the window kernels, the preferred first. Those of one kernel have the same rows, `columns` also columns.
+
+    Those of `rows` have at most as many columns as those of `columns`.
+    """
+
+    forward: list[Tiles]
+    rows: list[Tiles]
+    columns: list[Tiles]
+
+
+def _window_tiles(head_dim: int, dtype: torch.dtype, own_gates: bool) -> _WindowTiles:
+    """The tiles for a head dim, a type, and gates that are those of the keys or not.
 
     Registers are the limit (`tests/compile_kernels.py` prints them). On Hopper a matrix instruction has 64 rows for 4
-    warps, and 8 warps do some work twice. Those of the backward pass have the same columns, because both kernels use
-    the numbers at the edges of key blocks.
+    warps, and 8 warps do some work twice. Narrow tiles compute more per element and hold less.
     """
     if dtype == torch.float32:
         # Some devices have only 99 KiB of shared memory.
         rows = min(WINDOW_ROWS, 64 if head_dim <= 64 else 32 if head_dim <= 128 else 16)
         tiles = [Tiles(rows, 16, warps=8), Tiles(rows, 16)]
-        return tiles, tiles
+        return _WindowTiles(tiles, tiles, tiles)
     narrow = [Tiles(WINDOW_ROWS, 16), Tiles(WINDOW_ROWS, 16, warps=8)]
     wide = [Tiles(WINDOW_ROWS, 32), Tiles(WINDOW_ROWS, 32, warps=8)]
-    return wide + narrow[:1], wide if head_dim <= 64 else narrow
+    # To head dim 64 narrow tiles have more warps on a multiprocessor; beyond it both have 8.
+    forward = narrow[:1] + wide if head_dim <= 64 else wide + narrow[:1]
+    # Wide ones spill registers in `_window_rows`, and in `_window_columns` with a third product or wide heads.
+    return _WindowTiles(forward, narrow, wide if head_dim <= 64 and not own_gates else narrow)
 
 
 class _Pass:
@@ -673,15 +689,16 @@ class _Pass:
         self.B, self.H, self.Q, self.D = query.shape
         self.G, self.K = key.shape[1], key.shape[2]
         self.P = table.shape[1]
-        self.forward_tiles, self.backward_tiles = _window_tiles(self.D, query.dtype)
-        self.rows = self.forward_tiles[0].rows
+        self.tiles = _window_tiles(self.D, query.dtype, gate_key is not None)
+        self.rows, self.columns = self.tiles.forward[0].rows, self.tiles.columns[0].columns
         self.blocks = triton.cdiv(self.Q, self.rows)
         distances = 0 if self.relative is None else self.relative[0].shape[0]
         entries = (16 + query.element_size()) * self.P
-        tiles = self.backward_tiles[0]
-        row_bytes = 4 * self.D + entries + 12 * triton.cdiv(self.K, tiles.columns) + 8 * distances
-        self.chunk = chunk_rows(query, row_bytes, tiles.rows)
-        self.forward_chunk = chunk_rows(query, 8 * self.P + 4 * distances, tiles.rows)
+        # The count at an edge may have 32 bits if the table is short.
+        self.count_type = torch.int32 if self.P + 2 * MOST_COLUMNS.value <= 1024 else torch.int64
+        edge_bytes = (4 + self.count_type.itemsize) * triton.cdiv(self.K, self.columns)
+        self.chunk = chunk_rows(query, 4 * self.D + entries + edge_bytes + 8 * distances, self.rows)
+        self.forward_chunk = chunk_rows(query, 8 * self.P + 4 * distances, self.rows)
         gates = None if gate_key is None else heads(gate_key)
         self.matrices = (heads(query), heads(key), gates, heads(value))
         self.constants: dict[str, Any] = {"D": self.D, "BLOCK_D": block_width(self.D)}
@@ -747,12 +764,12 @@ class _Pass:
             launch(
                 _window_forward,
                 (triton.cdiv(min(chunk, Q - first), rows) * B * H,),
-                [Tiles(rows, 32), Tiles(rows, 16)] if shared_rows else self.forward_tiles,
+                [Tiles(rows, 32), Tiles(rows, 16)] if shared_rows else self.tiles.forward,
                 (
                     *(*self.matrices, values, self.key_ranges, logit_bias, window, self.dropout),
                     *(self.scaling, H, H // self.G, seen_from, self.K, self.P, first, chunk, Q, blocks),
                 ),
-                {**self.constants, "SHARED": shared_rows, "EDGE": 1 if shared_rows else self.backward_tiles[0].columns},
+                {**self.constants, "SHARED": shared_rows, "EDGE": 1 if shared_rows else self.columns},
                 key=(rows,),
             )
         return window
@@ -781,13 +798,12 @@ class _Pass:
         """
         B, H, Q, D, P, K = self.B, self.H, self.Q, self.D, self.P, self.K
         members, chunk, groups = B * H, self.chunk, H // self.G
-        columns = self.backward_tiles[0].columns
         values = self.empty(members, chunk, P, 2)
         levels = self.empty(members, chunk, P, 2)
         transposed = self.table.T.to(self.query.dtype)
         window_query = self.empty(members, chunk, D)
-        key_blocks = triton.cdiv(K, columns)
-        counts = self.empty(members, key_blocks, chunk, dtype=torch.int64)
+        key_blocks = triton.cdiv(K, self.columns)
+        counts = self.empty(members, key_blocks, chunk, dtype=self.count_type)
         slopes = self.empty(members, key_blocks, chunk)
         grad_query = self.empty(B, H, Q, D, dtype=self.query.dtype)
         grad_position_query = torch.empty_like(grad_query) if self.own_position_query else None
@@ -806,9 +822,9 @@ class _Pass:
             launch(
                 _window_rows,
                 (triton.cdiv(rows.stop - first, self.rows) * members,),
-                self.backward_tiles,
+                self.tiles.rows,
                 (*inputs, window_query, levels, counts, slopes, self.scaling, H, groups, *place),
-                self.constants,
+                {**self.constants, "EDGE": self.columns},
                 repeatable=self.relative is None,
             )
             grad_z = self.grad_values(levels, window, rows).to(self.query.dtype)
@@ -826,8 +842,8 @@ class _Pass:
             ahead = K if self.key_ranges is not None else K - Q + rows.stop
             launch(
                 _window_columns,
-                (triton.cdiv(ahead, columns) * B * self.G,),
-                self.backward_tiles,
+                (triton.cdiv(ahead, self.columns) * B * self.G,),
+                self.tiles.columns,
                 (*inputs, counts, slopes, grad_key, grad_gate_key, grad_value, self.scaling, self.G, groups, *place),
                 self.constants,
                 repeatable=False,
@@ -854,7 +870,7 @@ def _empty(tensors: Sequence[Any]) -> list[torch.Tensor]:
     B, H, Q, D = tensors[0].shape
     out, per_row = empty_results(tensors)
     counts = torch.empty_like(per_row, dtype=torch.int64)
-    rows = _window_tiles(D, tensors[0].dtype)[0][0].rows
+    rows = _window_tiles(D, tensors[0].dtype, tensors[4] is not None).forward[0].rows
     blocks = per_row.new_empty((B, H, -(-Q // rows)), dtype=torch.int32)
     return [out, *map(torch.empty_like, (per_row, blocks, blocks, counts, per_row))]
 

@@ -27,7 +27,7 @@ def wide_tiles(monkeypatch):
     """The interpreter takes as long for a small tile as for a large one."""
     if not INTERPRETED:
         return
-    monkeypatch.setattr(kernel_cope, "_window_tiles", lambda *_: ([Tiles(64, 64)], [Tiles(64, 64)]))
+    monkeypatch.setattr(kernel_cope, "_window_tiles", lambda *_: kernel_cope._WindowTiles(*[[Tiles(64, 64)]] * 3))
 
 
 def causal_limits(batch, rows, keys, low=None, valid=None):
@@ -151,6 +151,22 @@ def test_shipped_tiles(monkeypatch, channels, dtype, tolerance):
     monkeypatch.setattr(kernel_cope, "_window_tiles", SHIPPED_TILES)
     tensors = inputs(1, 2, 1, 90, 110, channels, openness=-1.0, dtype=dtype)
     compare(tensors, tolerance=tolerance, scaling=0.1, position_scale=0.1)
+
+
+@pytest.mark.parametrize("openness", [-12.0, 12.0])
+def test_tiles_of_different_width(monkeypatch, openness):
+    """The forward pass and the rows walk narrower blocks of keys than the columns, whose edges they leave."""
+    tiles = kernel_cope._WindowTiles([Tiles(64, 16)], [Tiles(64, 16)], [Tiles(64, 32)])
+    monkeypatch.setattr(kernel_cope, "_window_tiles", lambda *_: tiles)
+    tensors = inputs(1, 1, 1, 60, 123, 16, openness=openness)
+    compare(tensors)
+    # The oldest key is in the upper half of a block.
+    compare(tensors, causal_limits(1, 60, 123, low=torch.full((1, 60), 50)))
+
+
+def test_small_gates_and_a_long_table():
+    """A gate of 1/20,000 counts, however many positions there are."""
+    compare(inputs(1, 1, 1, 8, 150, 16, positions=2**16, openness=-10.0))
 
 
 def padded_and_packed(rows, keys):
