@@ -5,10 +5,10 @@ which positions vary; left of it the bias is a constant of the row, z[P - 1], an
 separate kernels, each with its own tiles:
 
 1. `_position_values`: z[i, n] = position_scale * r_i.e[n], for a chunk of rows; r is the query, or one of its own.
+   Logits, and so z, are in base 2 within the kernels of windows.
 2. `_window_forward` walks key blocks right to left with a running sum of gates per row, until every row of its block
    has reached P - 1 or has no keys left. It leaves the output and log-sum-exp over the window, the first key of the
-   window of each row block (`start`), and per row: where it stopped counting (`stop`), its count there (`total`), and
-   z[P - 1] (`constant`).
+   window of each row block (`start`), and per row: its count there (`total`), and z[P - 1] (`constant`).
 3. `kernel_flash` attends to the keys before `start`, beginning from what the window left.
 
 Backward, with dL_ij the gradient of logit ij:
@@ -16,16 +16,19 @@ Backward, with dL_ij the gradient of logit ij:
 4. `_window_rows` walks left to right: positions are `total` minus a running sum of gates, in fixed point. That is exact
    if the gates are those of the forward pass. Other tiles or matrix instructions can round them differently: positions
    are then a few units of the last place off, so they are clamped on both sides. The gradient of a gate is the running
-   sum of the gradients of the positions left of it. The kernel writes dq, and for every row and key block the count
-   and the running gradient at the left edge of the block, from which `_window_columns` continues.
+   sum of the gradients of the positions left of it. The kernel writes dq, and for every row and key block of
+   `_window_columns` the count and the running gradient at the left edge of the block, from which that continues.
 5. The gradient of z needs no atomics. Along a row, floor(p) falls by at most 1 from key to key, so each level n is
    one run of keys, and prefix sums of dL and of dL * fraction, stored where a run ends, give the sums over runs as
    differences (`grad_values`). The gradient of the table, and its part of dq, are products.
 6. `_window_columns` gives dk and dv of the window, block by block, in a fixed order: the result is deterministic.
 7. `kernel_flash` adds the gradients of the plain part.
 
-Steps 1, 4, 5 and 6 run over chunks of rows, so that z, the prefix sums and the numbers at the edges of key blocks (a
-pair per row and block: quadratic for all rows) stay within a budget proportional to the size of the query.
+Counts have 21 fractional bits, whatever P is: the whole positions of a row at the edge of a block are apart from the
+32 bits that move within it. A gate is rounded to 2^-21, so after n keys a position is off by at most n / 2^22.
+
+Steps 1 and 2, and 1, 4, 5 and 6, run over chunks of rows, so that z, the prefix sums and the numbers at the edges of
+key blocks (a pair per row and block: quadratic for all rows) stay within a budget proportional to the query's size.
 
 All programs are along the first axis of a grid: the others have at most 65,535.
 
@@ -57,7 +60,21 @@ from .kernel_flash import (
     row_products,
     seen_keys,
 )
-from .kernel_launch import INTERPRETED, MASKED, Tiles, block_width, dot, heads, launch, load, pointer, precision, store, tl, triton
+from .kernel_launch import (
+    INTERPRETED,
+    MASKED,
+    Tiles,
+    block_width,
+    dot,
+    heads,
+    launch,
+    load,
+    pointer,
+    precision,
+    store,
+    tl,
+    triton,
+)
 from .kernel_logits import (
     bias_gradient,
     bias_rows,
@@ -239,7 +256,7 @@ def _split(count, P):
     """What a block needs of the counts of its rows.
 
     The whole positions, the fixed-point rest, and the limits of a fixed-point position relative to the former. Within a
-    block positions move by at most MOST_COLUMNS, so farther limits, and positions farther beyond the last, are the same.
+    block positions move by at most MOST_COLUMNS: farther limits, and positions farther beyond the last, are the same.
     """
     level = tl.minimum((count >> BITS).to(tl.int32), P - 1 + MOST_COLUMNS)
     rest = (count & (ONE - 1)).to(tl.int32)
@@ -536,9 +553,7 @@ def _window_rows(
 
 
 @triton.jit
-def _row_blocks(
-    window, member, begin, first_row, chunk_rows, blocks, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):
+def _row_blocks(window, member, begin, first_row, chunk_rows, blocks, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """The blocks of a chunk's rows, from the first up to but without the last, whose windows may have keys begin.."""
     count = chunk_rows // BLOCK_M
     first = count

@@ -166,7 +166,7 @@ def test_tiles_of_different_width(monkeypatch, openness):
 
 def test_small_gates_and_a_long_table():
     """A gate of 1/20,000 counts, however many positions there are."""
-    compare(inputs(1, 1, 1, 8, 150, 16, positions=2**16, openness=-10.0))
+    compare(inputs(1, 1, 1, 8, 150, 16, positions=2**14, openness=-10.0))
 
 
 def padded_and_packed(rows, keys):
