@@ -5,10 +5,10 @@ which positions vary; left of it the bias is a constant of the row, z[P - 1], an
 separate kernels, each with its own tiles:
 
 1. `_position_values`: z[i, n] = position_scale * r_i.e[n], for a chunk of rows; r is the query, or one of its own.
+   Logits, and so z, are in base 2 within the kernels of windows.
 2. `_window_forward` walks key blocks right to left with a running sum of gates per row, until every row of its block
    has reached P - 1 or has no keys left. It leaves the output and log-sum-exp over the window, the first key of the
-   window of each row block (`start`), and per row: where it stopped counting (`stop`), its count there (`total`), and
-   z[P - 1] (`constant`).
+   window of each row block (`start`), and per row: its count there (`total`), and z[P - 1] (`constant`).
 3. `kernel_flash` attends to the keys before `start`, beginning from what the window left.
 
 Backward, with dL_ij the gradient of logit ij:
@@ -16,16 +16,19 @@ Backward, with dL_ij the gradient of logit ij:
 4. `_window_rows` walks left to right: positions are `total` minus a running sum of gates, in fixed point. That is exact
    if the gates are those of the forward pass. Other tiles or matrix instructions can round them differently: positions
    are then a few units of the last place off, so they are clamped on both sides. The gradient of a gate is the running
-   sum of the gradients of the positions left of it. The kernel writes dq, and for every row and key block the count
-   and the running gradient at the left edge of the block, from which `_window_columns` continues.
+   sum of the gradients of the positions left of it. The kernel writes dq, and for every row and key block of
+   `_window_columns` the count and the running gradient at the left edge of the block, from which that continues.
 5. The gradient of z needs no atomics. Along a row, floor(p) falls by at most 1 from key to key, so each level n is
    one run of keys, and prefix sums of dL and of dL * fraction, stored where a run ends, give the sums over runs as
    differences (`grad_values`). The gradient of the table, and its part of dq, are products.
 6. `_window_columns` gives dk and dv of the window, block by block, in a fixed order: the result is deterministic.
 7. `kernel_flash` adds the gradients of the plain part.
 
-Steps 1, 4, 5 and 6 run over chunks of rows, so that z, the prefix sums and the numbers at the edges of key blocks (a
-pair per row and block: quadratic for all rows) stay within a budget proportional to the size of the query.
+Counts have 21 fractional bits, whatever P is: the whole positions of a row at the edge of a block are apart from the
+32 bits that move within it. A gate is rounded to 2^-21, so after n keys a position is off by at most n / 2^22.
+
+Steps 1 and 2, and 1, 4, 5 and 6, run over chunks of rows, so that z, the prefix sums and the numbers at the edges of
+key blocks (a pair per row and block: quadratic for all rows) stay within a budget proportional to the query's size.
 
 All programs are along the first axis of a grid: the others have at most 65,535.
 
@@ -55,11 +58,23 @@ from .kernel_flash import (
     row_limits,
     row_parts,
     row_products,
-    running_sums,
     seen_keys,
-    softmax_step,
 )
-from .kernel_launch import MASKED, Tiles, block_width, dot, heads, launch, load, pointer, precision, store, tl, triton
+from .kernel_launch import (
+    INTERPRETED,
+    MASKED,
+    Tiles,
+    block_width,
+    dot,
+    heads,
+    launch,
+    load,
+    pointer,
+    precision,
+    store,
+    tl,
+    triton,
+)
 from .kernel_logits import (
     bias_gradient,
     bias_rows,
@@ -79,7 +94,10 @@ WINDOW_ROWS = 64
 # Row blocks that a program examines in one step to find those whose windows have its keys.
 SCAN = tl.constexpr(32)
 # Columns of a window program, at most.
-MOST_COLUMNS = 64
+MOST_COLUMNS = tl.constexpr(64)
+# Fractional bits of counts, and one key.
+BITS = tl.constexpr(21)
+ONE = tl.constexpr(1 << 21)
 
 
 class Window(NamedTuple):
@@ -88,7 +106,7 @@ class Window(NamedTuple):
     Attributes:
         out, lse: (B, H, Q, D), and float32 (B, H, Q); in the backward pass those of all keys.
         start, end: int32 (B, H, blocks).
-        stop, total: int32 (B, H, Q).
+        total: int64 (B, H, Q).
         constant: float32 (B, H, Q).
     """
 
@@ -96,20 +114,60 @@ class Window(NamedTuple):
     lse: Any
     start: Any
     end: Any
-    stop: Any
     total: Any
     constant: Any
 
 
-@triton.jit
-def _counts(gates, counted, BITS: tl.constexpr):
-    """Gates as fixed-point numbers with BITS fractional bits, 0 where not counted or NaN: int32.
+@triton.constexpr_function
+def _has_ptx():
+    """Whether a kernel is being compiled for an NVIDIA GPU, and may have inline assembly."""
+    return not INTERPRETED and tl.target_info.is_cuda()
 
-    Sums of integers are exact in any order: forward and backward pass find the same positions, and counts can be taken
-    apart again. A gate is at most 1, so a level is never skipped.
+
+@triton.jit
+def _reciprocal(numbers):
+    if _has_ptx():
+        # A division takes care of numbers that are too large or too small.
+        result = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [numbers], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        result = 1.0 / numbers
+    return result
+
+
+@triton.jit
+def _load_pairs(pairs, index):
+    """The two float32 at 2 * index of each row of pairs, in memory that the kernel does not write.
+
+    The compiler would move scattered pointers of a `tl.load` to another layout, and what comes from them back, through
+    shared memory. Assembly stays in the layout of the logits.
     """
-    known = tl.where(gates >= 0, gates, 0.0)
-    return tl.where(counted, (known * (1 << BITS) + 0.5).to(tl.int32), 0)
+    if _has_ptx():
+        addresses = pairs.to(tl.int64)[:, None] + index.to(tl.int64) * 8
+        first, second = tl.inline_asm_elementwise(
+            "ld.global.nc.v2.f32 {$0, $1}, [$2];", "=f,=f,l", [addresses], dtype=(tl.float32, tl.float32), is_pure=True,
+            pack=1,
+        )  # fmt: skip
+    else:
+        pointers = pairs[:, None] + index * 2
+        first, second = tl.load(pointers), tl.load(pointers + 1)
+    return first, second
+
+
+@triton.jit
+def _store_pairs(pairs, index, first, second, mask):
+    """Writes two float32 at 2 * index of each row of pairs where the mask is set; in assembly, as `_load_pairs`."""
+    if _has_ptx():
+        addresses = pairs.to(tl.int64)[:, None] + index.to(tl.int64) * 8
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.s32 p, $4, 0; @p st.global.v2.f32 [$1], {$2, $3}; mov.b32 $0, 0; }",
+            "=r,l,f,f,r", [addresses, first, second, mask.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        pointers = pairs[:, None] + index * 2
+        tl.store(pointers, first, mask=mask)
+        tl.store(pointers + 1, second, mask=mask)
 
 
 @triton.jit
@@ -129,40 +187,95 @@ def _triangle(like, BLOCK_N: tl.constexpr, NEWER: tl.constexpr):
 
 
 @triton.jit
-def _running_counts(counts, triangle):
-    """Exact running sums of fixed-point counts, by a float16 `_triangle`.
+def _seen(key_ranges, low, high, begin, Q, K, BLOCK_N: tl.constexpr):
+    """`seen_keys`, compared with limits relative to the block: `begin` becomes 64 bits wide where it is an address."""
+    return seen_keys(key_ranges, low - begin, high - begin, 0, Q + begin, K - begin, BLOCK_N)
 
-    float16 represents integers of 11 bits exactly; a count has up to 22, so its upper and lower bits are summed apart.
+
+@triton.jit
+def _open_gates(scores, seen):
+    """sigmoid of gate logits in base 2; 0 for keys that are not seen, and instead of NaN."""
+    gates = _reciprocal(1.0 + tl.exp2(-scores))
+    return gates, tl.where(seen, tl.maximum(gates, 0.0), 0.0)
+
+
+@triton.jit
+def _counts(gates, triangle):
+    """Gates as fixed-point numbers, and their exact running sums by a float16 `_triangle`: int32.
+
+    Sums of integers are exact in any order: forward and backward pass find the same positions, and counts can be taken
+    apart again. A gate is at most 1, so a level is never skipped.
+
+    float16 represents integers of 11 bits exactly, so the upper bits, multiples of 2^-10, and the rest, times 2^11, are
+    summed apart. Conversions are slow: a float32 plus a large constant is rounded to the constant's last place, and its
+    bits are the integer plus a constant.
     """
-    upper = dot((counts >> 11).to(tl.float16), triangle, None, "ieee")
-    lower = dot((counts & 2047).to(tl.float16), triangle, None, "ieee")
-    return (upper.to(tl.int32) << 11) + lower.to(tl.int32)
+    # Rounded to 2^-21.
+    fixed = gates + 4.0
+    counts = fixed.to(tl.int32, bitcast=True) - 0x40800000
+    upper = (fixed + 8192.0) - 8196.0
+    rest = fixed * 2048.0 + (upper * -2048.0 - 8192.0)
+    upper = dot(upper.to(tl.float16), triangle, None, "ieee") + 8192.0
+    rest = dot(rest.to(tl.float16), triangle, None, "ieee") + 12288.0
+    # The bits of 8192.0 fall out.
+    sums = (upper.to(tl.int32, bitcast=True) << 11) + rest.to(tl.int32, bitcast=True)
+    return counts, sums - 0x46400000
 
 
 @triton.jit
-def _pack(first, second):
-    """Puts the bits of two float32 into one int64, so that one load or store moves both."""
-    low = first.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
-    return low | (second.to(tl.int32, bitcast=True).to(tl.int64) << 32)
+def running_sums(terms, triangle):
+    """Sums of float32 terms along a row, by a `_triangle`.
+
+    In float32 with a float32 matrix, with 16 bits of each term with a bfloat16 one.
+    """
+    if triangle.dtype == tl.float32:
+        sums = dot(terms, triangle, None, "ieee")
+    else:
+        # Without the lower bits a float32 is a bfloat16.
+        leading = (terms.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+        rest = (terms - leading).to(tl.bfloat16)
+        sums = dot(rest, triangle, dot(leading.to(tl.bfloat16), triangle, None, "ieee"), "ieee")
+    return sums
 
 
 @triton.jit
-def _unpack(pair):
-    """Returns the two float32 that `_pack` put together."""
-    first = (pair & 0xFFFFFFFF).to(tl.int32).to(tl.float32, bitcast=True)
-    return first, (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+def _softmax_step(acc, total, top, logits, v, dropout, member, rows, keys, PRECISION: tl.constexpr):
+    """As `softmax_step` of `kernel_flash`, for logits that are `MASKED` where a key is not seen."""
+    new_top = tl.maximum(top, tl.max(logits, 1))
+    # A row that has seen no key yet has weights exp2(MASKED), 0.
+    origin = tl.where(new_top == MASKED, 0.0, new_top)
+    weights = tl.exp2(logits - origin[:, None])
+    decay = tl.exp2(top - origin)
+    kept = apply_dropout(weights, dropout, member, rows, keys)
+    acc = dot(kept.to(v.dtype), v, acc * decay[:, None], PRECISION)
+    return acc, total * decay + tl.sum(weights, 1), new_top
 
 
 @triton.jit
-def _interpolate(z, position, seen, BITS: tl.constexpr):
-    """Returns floor, fraction, z[floor] and z[floor + 1] - z[floor] of fixed-point positions.
+def _split(count, P):
+    """What a block needs of the counts of its rows.
+
+    The whole positions, the fixed-point rest, and the limits of a fixed-point position relative to the former. Within a
+    block positions move by at most MOST_COLUMNS: farther limits, and positions farther beyond the last, are the same.
+    """
+    level = tl.minimum((count >> BITS).to(tl.int32), P - 1 + MOST_COLUMNS)
+    rest = (count & (ONE - 1)).to(tl.int32)
+    lowest = -tl.minimum(level, 2 * MOST_COLUMNS) << BITS
+    highest = tl.minimum(P - 1 - level, 2 * MOST_COLUMNS) << BITS
+    return level, rest[:, None], lowest[:, None], highest[:, None]
+
+
+@triton.jit
+def _interpolate(z, level, position):
+    """Returns fraction, z[floor] and z[floor + 1] - z[floor] of fixed-point positions relative to a level of each row.
 
     At the largest position the difference is 0.
     """
-    level = position >> BITS
-    fraction = (position & ((1 << BITS) - 1)).to(tl.float32) * (1.0 / (1 << BITS))
-    below, step = _unpack(tl.load(z[:, None] + level, mask=seen, other=0))
-    return level, fraction, below, step
+    # The bits of the fraction are those of a float32 from 1 to 2.
+    bits = (position << 2) & 0x7FFFFF | 0x3F800000
+    fraction = bits.to(tl.float32, bitcast=True) - 1.0
+    below, step = _load_pairs(z + level * 2, position >> BITS)
+    return fraction, below, step
 
 
 @triton.jit(do_not_specialize=["H", "first_row", "row_count"])
@@ -170,7 +283,7 @@ def _position_values(
     query, table, values, scale, H, P, first_row, chunk_rows, row_count, D: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """values (B * H, chunk_rows, P): pairs of z = scale * q.e and its step to the next position, from first_row on.
+    """values (B * H, chunk_rows, P, 2): z = scale * q.e and its step to the next position, from first_row on.
 
     query: what is multiplied with the table. If it is not float32, the table is used as a sum of two numbers of the
     query's type.
@@ -196,14 +309,15 @@ def _position_values(
         if q.dtype != tl.float32:
             z = dot(q, (e - leading.to(tl.float32)).to(q.dtype), z, PRECISION)
             step = dot(q, (rise - leading_rise.to(tl.float32)).to(q.dtype), step, PRECISION)
-    to = values + (member * chunk_rows + local)[:, None] * P + columns[None, :]
-    tl.store(to, _pack(z * scale, step * scale), mask=(local < chunk_rows)[:, None] & (columns < P)[None, :])
+    to = values + ((member * chunk_rows + local)[:, None] * P + columns[None, :]) * 2
+    mask = (local < chunk_rows)[:, None] & (columns < P)[None, :]
+    tl.store(to[:, :, None] + tl.arange(0, 2), tl.join(z * scale, step * scale), mask=mask[:, :, None])
 
 
 @triton.jit(do_not_specialize=["H", "groups", "Q", "K", "first_row", "row_count", "blocks"])
 def _window_forward(
     query, key, gate_key, value, values, key_ranges, logit_bias, window, dropout, scaling, H, groups, Q, K, P,
-    first_row, chunk_rows, row_count, blocks, SHARED: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr,
+    first_row, chunk_rows, row_count, blocks, SHARED: tl.constexpr, EDGE: tl.constexpr, D: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """The window of one block of rows, of `row_count` a head: Q, or with SHARED as many as see what row 0 sees.
@@ -226,8 +340,9 @@ def _window_forward(
     q = load(pointer(query, b, h), query.row, first, row_count, 0.0, D, BLOCK_M, BLOCK_D, False)
     keys = pointer(key, b, h // groups)
     v_rows = pointer(value, b, h // groups)
-    z = values + (member * chunk_rows + local) * P
-    last = (P - 1) << BITS
+    if gate_key is not None:
+        gate_keys = pointer(gate_key, b, h // groups)
+    z = values + (member * chunk_rows + tl.minimum(local, chunk_rows - 1)) * P * 2
     if logit_bias is not None:
         if SHARED:
             # Row 0 of each head.
@@ -241,41 +356,41 @@ def _window_forward(
     sees = high > low
     bottom = tl.min(tl.where(sees, low, K))
     block = (tl.max(high) + BLOCK_N - 1) // BLOCK_N - 1
-    count = tl.zeros([BLOCK_M], tl.int32)
-    stopped = tl.where(sees, high, 0)
+    count = tl.zeros([BLOCK_M], tl.int64)
     top = tl.full([BLOCK_M], MASKED, tl.float32)
     weight = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    scale = scaling * LOG2_E
     pending = tl.max(sees.to(tl.int32))
     newer = _triangle(tl.float16, BLOCK_N, True)
-    while (pending > 0) & (block * BLOCK_N + BLOCK_N > bottom):
+    # Windows end at the edge of a block of the backward pass.
+    while ((pending > 0) & (block * BLOCK_N + BLOCK_N > bottom)) | ((block + 1) * BLOCK_N % EDGE > 0):
         begin = block * BLOCK_N
         k = load(keys, key.row, begin, K, 0.0, D, BLOCK_N, BLOCK_D, False)
-        logits = dot(q, tl.trans(k), None, PRECISION) * scaling
-        seen = seen_keys(key_ranges, low, high, begin, Q, K, BLOCK_N)
+        logits = dot(q, tl.trans(k), None, PRECISION) * scale
+        seen = _seen(key_ranges, low, high, begin, Q, K, BLOCK_N)
+        scores = logits
         if gate_key is not None:
-            gk = load(pointer(gate_key, b, h // groups), gate_key.row, begin, K, 0.0, D, BLOCK_N, BLOCK_D, False)
-            gates = tl.sigmoid(dot(q, tl.trans(gk), None, PRECISION) * scaling)
+            gk = load(gate_keys, gate_key.row, begin, K, 0.0, D, BLOCK_N, BLOCK_D, False)
+            scores = dot(q, tl.trans(gk), None, PRECISION) * scale
+        gates, known = _open_gates(scores, seen)
+        if gate_key is not None:
             # Counts have no NaN: a row with such a gate gets it here, and by its log-sum-exp in the backward pass.
-            logits = tl.where(gates == gates, logits, float("nan"))
-        else:
-            gates = tl.sigmoid(logits)
-        # A row stops counting where it has reached the last position: fixed-point numbers do not overflow.
-        counting = count < last
-        stopped = tl.where(counting & sees, begin, stopped)
-        counts = _counts(gates, seen & counting[:, None], BITS)
-        position = tl.minimum(_running_counts(counts, newer) + count[:, None], last)
-        _, fraction, below, step = _interpolate(z, position, seen, BITS)
-        logits = (logits + below + fraction * step) * LOG2_E
+            logits += gates * 0.0
+        counts, running = _counts(known, newer)
+        level, rest, _, highest = _split(count, P)
+        fraction, below, step = _interpolate(z, level, tl.minimum(running + rest, highest))
+        logits += below + fraction * step
         columns = begin + tl.arange(0, BLOCK_N)[None, :]
         if logit_bias is not None:
             logits += bias_values(logit_bias, of_rows, columns, K) * LOG2_E
         v = load(v_rows, value.row, begin, K, 0.0, D, BLOCK_N, BLOCK_D, False)
-        acc, weight, top = softmax_step(
-            acc, weight, top, logits, seen, v, dropout, member, rows[:, None], columns, PRECISION
+        logits = tl.where(seen, logits, MASKED)
+        acc, weight, top = _softmax_step(
+            acc, weight, top, logits, v, dropout, member, rows[:, None], columns, PRECISION
         )
         count += tl.sum(counts, 1)
-        unfinished = sees & (low < begin) & (count < last)
+        unfinished = sees & (low < begin) & ((count >> BITS).to(tl.int32) < P - 1)
         pending = tl.max(unfinished.to(tl.int32))
         block -= 1
 
@@ -286,45 +401,10 @@ def _window_forward(
     store(window.out + member * row_count * D, D, first, row_count, acc / weight[:, None], D, BLOCK_M, BLOCK_D)
     tl.store(window.lse + flat, tl.where(some, (top + tl.log2(weight)) * LN_2, NOTHING), mask=inside)
     tl.store(window.total + flat, count, mask=inside)
-    tl.store(window.stop + flat, stopped, mask=inside)
-    at_last, _ = _unpack(tl.load(z + P - 1, mask=inside, other=0))
-    tl.store(window.constant + flat, at_last, mask=inside)
+    tl.store(window.constant + flat, tl.load(z + (P - 1) * 2) * LN_2, mask=inside)
     this = member * blocks + first_row // BLOCK_M + row_block
     tl.store(window.start + this, (block + 1) * BLOCK_N)
     tl.store(window.end + this, tl.max(high))
-
-
-@triton.jit
-def _window_gradients(
-    q, k, gk, v, grad, z, block_bias, seen, counted, count, slope, row_lse, row_delta, older_counts, older,
-    dropout, member, rows, columns, scaling, P, BITS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """What both backward kernels compute for a block of rows and keys, given the numbers at its left edge.
-
-    The weights after dropout; the gradients of logits, gate logits and positions; the counts, those of the keys right
-    of each key, and the level and fraction of each position. `block_bias` is not added to the gates.
-    """
-    last = (P - 1) << BITS
-    logits = dot(q, tl.trans(k), None, PRECISION) * scaling
-    if gk is not None:
-        gates = tl.sigmoid(dot(q, tl.trans(gk), None, PRECISION) * scaling)
-    else:
-        gates = tl.sigmoid(logits)
-    counts = _counts(gates, counted, BITS)
-    after = count[:, None] - _running_counts(counts, older_counts)
-    position = tl.minimum(tl.maximum(after + counts, 0), last)
-    level, fraction, below, step = _interpolate(z, position, seen, BITS)
-    if block_bias is not None:
-        logits += block_bias
-    weights = tl.where(seen, tl.exp(logits + below + fraction * step - row_lse[:, None]), 0.0)
-    grad_weights = dot(grad, tl.trans(v), None, PRECISION)
-    grad_weights = apply_dropout(grad_weights, dropout, member, rows[:, None], columns[None, :])
-    grad_logits = weights * (grad_weights - row_delta[:, None])
-    grad_position = grad_logits * step
-    grad_gates = slope[:, None] + running_sums(grad_position, older)
-    grad_gates = tl.where(counted, grad_gates * gates * (1.0 - gates), 0.0)
-    kept = apply_dropout(weights, dropout, member, rows[:, None], columns[None, :])
-    return kept, grad_logits, grad_gates, grad_position, counts, after, level, fraction
 
 
 @triton.jit
@@ -338,23 +418,56 @@ def _load_rows(
     low, high = row_limits(key_ranges, None, 1, rows, Q, K)
     q = load(pointer(query, b, h), query.row, first, Q, 0.0, D, BLOCK_M, BLOCK_D, False)
     do = load(pointer(grad, b, h), grad.row, first, Q, 0.0, D, BLOCK_M, BLOCK_D, False)
-    lse = tl.load(window.lse + member * Q + rows, mask=inside, other=NOTHING)
+    lse = tl.load(window.lse + member * Q + rows, mask=inside, other=NOTHING) * LOG2_E
     row_delta = tl.load(delta + member * Q + rows, mask=inside, other=0.0)
-    stop = tl.load(window.stop + member * Q + rows, mask=inside, other=0)
-    return rows, inside, low, tl.where(inside, high, 0), q, do, lse, row_delta, stop
+    return rows, inside, low, tl.where(inside, high, 0), q, do, lse, row_delta
+
+
+@triton.jit
+def _window_gradients(
+    q, k, gk, v, do, z, block_bias, seen, count, slope, row_lse, row_delta, older_counts, older,
+    dropout, member, rows, columns, scale, P, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What both backward kernels compute for a block of rows and keys, given the numbers at its left edge.
+
+    The weights after dropout; the gradients of logits, gate logits and positions (times log 2); the counts; the whole
+    positions of the edge, and relative to them the positions of the keys right of each key, and of each key, with its
+    fraction. `block_bias` is not added to the gates.
+    """
+    scores = dot(q, tl.trans(k), None, PRECISION) * scale
+    logits = scores - row_lse[:, None]
+    if gk is not None:
+        scores = dot(q, tl.trans(gk), None, PRECISION) * scale
+    _, gates = _open_gates(scores, seen)
+    counts, running = _counts(gates, older_counts)
+    level, rest, lowest, highest = _split(count, P)
+    after = rest - running
+    position = tl.minimum(tl.maximum(after + counts, lowest), highest)
+    after = tl.minimum(tl.maximum(after, lowest), highest)
+    fraction, below, step = _interpolate(z, level, position)
+    if block_bias is not None:
+        logits += block_bias * LOG2_E
+    weights = tl.where(seen, tl.exp2(logits + (below + fraction * step)), 0.0)
+    grad_weights = dot(do, tl.trans(v), None, PRECISION)
+    grad_weights = apply_dropout(grad_weights, dropout, member, rows[:, None], columns[None, :])
+    grad_logits = weights * (grad_weights - row_delta[:, None])
+    grad_position = grad_logits * step
+    grad_gates = (slope[:, None] + running_sums(grad_position, older)) * (gates - gates * gates) * LN_2
+    kept = apply_dropout(weights, dropout, member, rows[:, None], columns[None, :])
+    return kept, grad_logits, grad_gates, grad_position, counts, level, after, position, fraction
 
 
 @triton.jit(do_not_specialize=["H", "groups", "Q", "K", "first_row", "blocks"])
 def _window_rows(
     grad, query, key, gate_key, value, values, key_ranges, logit_bias, window, delta, dropout, grad_query, levels,
     edge_count, edge_slope, scaling, H, groups, Q, K, P, first_row, chunk_rows, blocks,
-    BITS: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    EDGE: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """For the window of one block of rows: dq, prefix sums of dL per level, and numbers at the edges of key blocks.
 
-    grad_query (B * H, chunk_rows, D); levels (B * H, chunk_rows, P), as they were where nothing is written, pairs of
-    the sums of dL and of dL * fraction; edge_count, edge_slope (B * H, key blocks, chunk_rows).
+    grad_query (B * H, chunk_rows, D); levels (B * H, chunk_rows, P, 2), as they were where nothing is written, the sums
+    of dL and of dL * fraction; edge_count, edge_slope (B * H, blocks of EDGE keys, chunk_rows).
     """
     row_blocks = tl.cdiv(tl.minimum(chunk_rows, Q - first_row), BLOCK_M)
     row_block = tl.program_id(0) % row_blocks
@@ -364,12 +477,17 @@ def _window_rows(
     local = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
     if key_ranges is not None:
         key_ranges += b * (Q + K) * 2
-    rows, inside, low, high, q, do, row_lse, row_delta, row_stop = _load_rows(
+    rows, inside, low, high, q, do, row_lse, row_delta = _load_rows(
         grad, query, window, delta, key_ranges, b, h, member, first_row + row_block * BLOCK_M, Q, K, D, BLOCK_D, BLOCK_M
     )
-    here = member * chunk_rows + local
-    z = values + here * P
-    edges = member * tl.cdiv(K, BLOCK_N) * chunk_rows + local
+    here = (member * chunk_rows + tl.minimum(local, chunk_rows - 1)) * P * 2
+    z = values + here
+    edges = member * tl.cdiv(K, EDGE) * chunk_rows + local
+
+    keys = pointer(key, b, h // groups)
+    v_rows = pointer(value, b, h // groups)
+    if gate_key is not None:
+        gate_keys = pointer(gate_key, b, h // groups)
 
     # The count of the keys that are still ahead, the one at the left edge of the block included.
     count = tl.load(window.total + member * Q + rows, mask=inside, other=0)
@@ -377,6 +495,7 @@ def _window_rows(
     sum_before = tl.zeros([BLOCK_M], tl.float32)
     fraction_before = tl.zeros([BLOCK_M], tl.float32)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    scale = scaling * LOG2_E
     older_counts = _triangle(tl.float16, BLOCK_N, False)
     older = _triangle(tl.float32 if q.dtype == tl.float32 else tl.bfloat16, BLOCK_N, False)
     if logit_bias is not None:
@@ -388,21 +507,23 @@ def _window_rows(
     for block in range(oldest // BLOCK_N, tl.cdiv(tl.load(window.end + this), BLOCK_N)):
         begin = block * BLOCK_N
         columns = begin + tl.arange(0, BLOCK_N)
-        seen = seen_keys(key_ranges, low, high, begin, Q, K, BLOCK_N) & (columns >= oldest)[None, :]
-        tl.store(edge_count + edges + block * chunk_rows, count, mask=inside)
-        tl.store(edge_slope + edges + block * chunk_rows, slope, mask=inside)
-        k = load(pointer(key, b, h // groups), key.row, begin, K, 0.0, D, BLOCK_N, BLOCK_D, False)
-        v = load(pointer(value, b, h // groups), value.row, begin, K, 0.0, D, BLOCK_N, BLOCK_D, False)
+        seen = _seen(key_ranges, low, high, begin, Q, K, BLOCK_N)
+        if begin % EDGE == 0:
+            edge = edges + begin // EDGE * chunk_rows
+            known = tl.minimum(count, (tl.cast(P, tl.int64) + MOST_COLUMNS) << BITS)
+            tl.store(edge_count + edge, known.to(edge_count.dtype.element_ty), mask=inside)
+            tl.store(edge_slope + edge, slope, mask=inside)
+        k = load(keys, key.row, begin, K, 0.0, D, BLOCK_N, BLOCK_D, False)
+        v = load(v_rows, value.row, begin, K, 0.0, D, BLOCK_N, BLOCK_D, False)
         gk = None
         if gate_key is not None:
-            gk = load(pointer(gate_key, b, h // groups), gate_key.row, begin, K, 0.0, D, BLOCK_N, BLOCK_D, False)
+            gk = load(gate_keys, gate_key.row, begin, K, 0.0, D, BLOCK_N, BLOCK_D, False)
         block_bias = None
         if logit_bias is not None:
             block_bias = bias_values(logit_bias, of_rows, columns[None, :], K)
-        counted = seen & (columns[None, :] >= row_stop[:, None])
-        _, dlogits, dgates, dposition, counts, after, level, fraction = _window_gradients(
-            q, k, gk, v, do, z, block_bias, seen, counted, count, slope, row_lse, row_delta, older_counts, older,
-            dropout, member, rows, columns, scaling, P, BITS, PRECISION,
+        _, dlogits, dgates, dposition, counts, level, after, position, fraction = _window_gradients(
+            q, k, gk, v, do, z, block_bias, seen, count, slope, row_lse, row_delta, older_counts, older,
+            dropout, member, rows, columns, scale, P, PRECISION,
         )  # fmt: skip
         if logit_bias is not None:
             grad_last += bias_gradient(logit_bias, of_rows, columns[None, :], K, dlogits)
@@ -412,11 +533,11 @@ def _window_rows(
         else:
             dq = dot((dlogits + dgates).to(k.dtype), k, dq, PRECISION)
         # The last key of a level, going right, leaves the sums up to it; those of level 0 come after the loop.
-        leaving = seen & ((tl.minimum(tl.maximum(after, 0), (P - 1) << BITS) >> BITS) < level)
+        leaving = seen & ((after >> BITS) < (position >> BITS))
         part = dlogits * fraction
         sums = sum_before[:, None] + running_sums(dlogits, older)
         fractions = fraction_before[:, None] + running_sums(part, older)
-        tl.store(levels + here[:, None] * P + level, _pack(sums, fractions), mask=leaving)
+        _store_pairs(levels + here + level * 2, position >> BITS, sums, fractions, leaving)
         sum_before += tl.sum(dlogits, 1)
         fraction_before += tl.sum(part, 1)
         slope += tl.sum(dposition, 1)
@@ -424,17 +545,43 @@ def _window_rows(
     if logit_bias is not None:
         store_last(logit_bias, of_rows, grad_last)
     # Every row ends at position 0.
-    tl.store(levels + here * P, _pack(sum_before, fraction_before), mask=inside)
+    tl.store(levels + here, sum_before, mask=inside)
+    tl.store(levels + here + 1, fraction_before, mask=inside)
     store(
         grad_query + member * chunk_rows * D, D, row_block * BLOCK_M, Q - first_row, dq * scaling, D, BLOCK_M, BLOCK_D
     )
+
+
+@triton.jit
+def _row_blocks(window, member, begin, first_row, chunk_rows, blocks, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The blocks of a chunk's rows, from the first up to but without the last, whose windows may have keys begin.."""
+    count = chunk_rows // BLOCK_M
+    first = count
+    last = 0
+    for some in range(0, count, SCAN):
+        candidates = some + tl.arange(0, SCAN)
+        index = first_row // BLOCK_M + candidates
+        known = (candidates < count) & (index < blocks)
+        starts = tl.load(window.start + member * blocks + index, mask=known, other=0)
+        ends = tl.load(window.end + member * blocks + index, mask=known, other=0)
+        needed = known & (starts < begin + BLOCK_N) & (ends > begin)
+        first = tl.minimum(first, tl.min(tl.where(needed, candidates, count)))
+        last = tl.maximum(last, tl.max(tl.where(needed, candidates + 1, 0)))
+    return first, last
+
+
+@triton.jit
+def _add(data, begin, K, tile, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Adds a tile to rows begin.. of a (K, D) matrix."""
+    tile += load(data, D, begin, K, 0.0, D, BLOCK_N, BLOCK_D, False)
+    store(data, D, begin, K, tile, D, BLOCK_N, BLOCK_D)
 
 
 @triton.jit(do_not_specialize=["G", "groups", "Q", "K", "first_row", "blocks"])
 def _window_columns(
     grad, query, key, gate_key, value, values, key_ranges, logit_bias, window, delta, dropout, edge_count,
     edge_slope, grad_key, grad_gate_key, grad_value, scaling, G, groups, Q, K, P, first_row, chunk_rows, blocks,
-    BITS: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    D: tl.constexpr, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Adds the chunk's part of dk, dv (and of the gate keys) to float32 (B, G, K, D), for one block of keys."""
@@ -451,86 +598,91 @@ def _window_columns(
     columns = begin + tl.arange(0, BLOCK_N)
     if key_ranges is not None:
         key_ranges += b * (Q + K) * 2
+    # Most programs of a long sequence find no window with their keys.
+    touched = 0
+    for h in range(g * groups, (g + 1) * groups):
+        _, last_block = _row_blocks(window, b * G * groups + h, begin, first_row, chunk_rows, blocks, BLOCK_M, BLOCK_N)
+        touched = tl.maximum(touched, last_block)
+    if touched == 0:
+        return
     k = load(pointer(key, b, g), key.row, begin, K, 0.0, D, BLOCK_N, BLOCK_D, False)
     v = load(pointer(value, b, g), value.row, begin, K, 0.0, D, BLOCK_N, BLOCK_D, False)
     gk = None
     if gate_key is not None:
         gk = load(pointer(gate_key, b, g), gate_key.row, begin, K, 0.0, D, BLOCK_N, BLOCK_D, False)
-        dgk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+        dgk = tl.zeros([BLOCK_D, BLOCK_N], tl.float32)
+    # Transposed: a matrix instruction of Hopper has 64 rows.
+    dk = tl.zeros([BLOCK_D, BLOCK_N], tl.float32)
+    dv = tl.zeros([BLOCK_D, BLOCK_N], tl.float32)
     older_counts = _triangle(tl.float16, BLOCK_N, False)
     older = _triangle(tl.float32 if k.dtype == tl.float32 else tl.bfloat16, BLOCK_N, False)
-    touched = 0
+    scale = scaling * LOG2_E
     for h in range(g * groups, (g + 1) * groups):
         of_head = b * G * groups + h
-        first_block = chunk_rows // BLOCK_M
-        last_block = 0
-        for some in range(0, chunk_rows // BLOCK_M, SCAN):
-            candidates = some + tl.arange(0, SCAN)
-            index = first_row // BLOCK_M + candidates
-            known = (candidates < chunk_rows // BLOCK_M) & (index < blocks)
-            starts = tl.load(window.start + of_head * blocks + index, mask=known, other=0)
-            ends = tl.load(window.end + of_head * blocks + index, mask=known, other=0)
-            needed = known & (starts < begin + BLOCK_N) & (ends > begin)
-            first_block = tl.minimum(first_block, tl.min(tl.where(needed, candidates, chunk_rows // BLOCK_M)))
-            last_block = tl.maximum(last_block, tl.max(tl.where(needed, candidates + 1, 0)))
-        touched = tl.maximum(touched, last_block)
+        first_block, last_block = _row_blocks(window, of_head, begin, first_row, chunk_rows, blocks, BLOCK_M, BLOCK_N)
         for row_block in range(first_block, last_block):
             oldest = tl.load(window.start + of_head * blocks + first_row // BLOCK_M + row_block)
             if oldest < begin + BLOCK_N:
                 local = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
                 first = first_row + row_block * BLOCK_M
-                rows, inside, low, high, q, do, row_lse, row_delta, row_stop = _load_rows(
+                rows, inside, low, high, q, do, row_lse, row_delta = _load_rows(
                     grad, query, window, delta, key_ranges, b, h, of_head, first, Q, K, D, BLOCK_D, BLOCK_M
                 )
-                seen = seen_keys(key_ranges, low, high, begin, Q, K, BLOCK_N) & (columns >= oldest)[None, :]
+                seen = _seen(key_ranges, low, high, begin, Q, K, BLOCK_N)
                 edge = (of_head * tl.cdiv(K, BLOCK_N) + block) * chunk_rows + local
-                count = tl.load(edge_count + edge, mask=inside, other=0)
+                count = tl.load(edge_count + edge, mask=inside, other=0).to(tl.int64)
                 slope = tl.load(edge_slope + edge, mask=inside, other=0.0)
                 block_bias = None
                 if logit_bias is not None:
                     count_rows = tl.minimum(chunk_rows, Q - first_row)
                     of_rows = bias_rows(logit_bias, b, h, of_head, local, inside, count_rows, K, 1)
                     block_bias = bias_values(logit_bias, of_rows, columns[None, :], K)
-                counted = seen & (columns[None, :] >= row_stop[:, None])
-                z = values + (of_head * chunk_rows + local) * P
-                weights, dlogits, dgates, _, _, _, _, _ = _window_gradients(
-                    q, k, gk, v, do, z, block_bias, seen, counted, count, slope, row_lse, row_delta, older_counts,
-                    older, dropout, of_head, rows, columns, scaling, P, BITS, PRECISION,
+                z = values + (of_head * chunk_rows + tl.minimum(local, chunk_rows - 1)) * P * 2
+                weights, dlogits, dgates, _, _, _, _, _, _ = _window_gradients(
+                    q, k, gk, v, do, z, block_bias, seen, count, slope, row_lse, row_delta, older_counts,
+                    older, dropout, of_head, rows, columns, scale, P, PRECISION,
                 )  # fmt: skip
-                dv = dot(tl.trans(weights.to(do.dtype)), do, dv, PRECISION)
+                dv = dot(tl.trans(do), weights.to(do.dtype), dv, PRECISION)
                 if gate_key is not None:
-                    dgk = dot(tl.trans(dgates.to(q.dtype)), q, dgk, PRECISION)
-                    dk = dot(tl.trans(dlogits.to(q.dtype)), q, dk, PRECISION)
+                    dgk = dot(tl.trans(q), dgates.to(q.dtype), dgk, PRECISION)
+                    dk = dot(tl.trans(q), dlogits.to(q.dtype), dk, PRECISION)
                 else:
-                    dk = dot(tl.trans((dlogits + dgates).to(q.dtype)), q, dk, PRECISION)
-    if touched > 0:
-        to = member * K * D
-        dk = dk * scaling + load(grad_key + to, D, begin, K, 0.0, D, BLOCK_N, BLOCK_D, False)
-        store(grad_key + to, D, begin, K, dk, D, BLOCK_N, BLOCK_D)
-        dv += load(grad_value + member * K * D, D, begin, K, 0.0, D, BLOCK_N, BLOCK_D, False)
-        store(grad_value + member * K * D, D, begin, K, dv, D, BLOCK_N, BLOCK_D)
-        if gate_key is not None:
-            dgk = dgk * scaling + load(grad_gate_key + to, D, begin, K, 0.0, D, BLOCK_N, BLOCK_D, False)
-            store(grad_gate_key + to, D, begin, K, dgk, D, BLOCK_N, BLOCK_D)
+                    dk = dot(tl.trans(q), (dlogits + dgates).to(q.dtype), dk, PRECISION)
+    to = member * K * D
+    _add(grad_key + to, begin, K, tl.trans(dk) * scaling, D, BLOCK_N, BLOCK_D)
+    _add(grad_value + to, begin, K, tl.trans(dv), D, BLOCK_N, BLOCK_D)
+    if gate_key is not None:
+        _add(grad_gate_key + to, begin, K, tl.trans(dgk) * scaling, D, BLOCK_N, BLOCK_D)
 
 
-def _window_tiles(head_dim: int, dtype: torch.dtype) -> tuple[list[Tiles], list[Tiles]]:
-    """The tiles of the forward and of the backward kernels, the preferred first.
+class _WindowTiles(NamedTuple):
+    """Tiles of the window kernels, the preferred first. Those of one kernel have the same rows, `columns` also columns.
+
+    Those of `rows` have at most as many columns as those of `columns`.
+    """
+
+    forward: list[Tiles]
+    rows: list[Tiles]
+    columns: list[Tiles]
+
+
+def _window_tiles(head_dim: int, dtype: torch.dtype, own_gates: bool) -> _WindowTiles:
+    """The tiles for a head dim, a type, and gates that are those of the keys or not.
 
     Registers are the limit (`tests/compile_kernels.py` prints them). On Hopper a matrix instruction has 64 rows for 4
-    warps, and 8 warps do some work twice. Those of the backward pass have the same columns, because both kernels use
-    the numbers at the edges of key blocks.
+    warps, and 8 warps do some work twice. Narrow tiles compute more per element and hold less.
     """
     if dtype == torch.float32:
         # Some devices have only 99 KiB of shared memory.
         rows = min(WINDOW_ROWS, 64 if head_dim <= 64 else 32 if head_dim <= 128 else 16)
         tiles = [Tiles(rows, 16, warps=8), Tiles(rows, 16)]
-        return tiles, tiles
+        return _WindowTiles(tiles, tiles, tiles)
     narrow = [Tiles(WINDOW_ROWS, 16), Tiles(WINDOW_ROWS, 16, warps=8)]
     wide = [Tiles(WINDOW_ROWS, 32), Tiles(WINDOW_ROWS, 32, warps=8)]
-    return wide + narrow[:1], wide if head_dim <= 64 else narrow
+    # To head dim 64 narrow tiles have more warps on a multiprocessor; beyond it both have 8.
+    forward = narrow[:1] + wide if head_dim <= 64 else wide + narrow[:1]
+    # Wide ones spill registers in `_window_rows`, and in `_window_columns` with a third product or wide heads.
+    return _WindowTiles(forward, narrow, wide if head_dim <= 64 and not own_gates else narrow)
 
 
 class _Pass:
@@ -552,20 +704,20 @@ class _Pass:
         self.B, self.H, self.Q, self.D = query.shape
         self.G, self.K = key.shape[1], key.shape[2]
         self.P = table.shape[1]
-        self.forward_tiles, self.backward_tiles = _window_tiles(self.D, query.dtype)
-        self.rows = self.forward_tiles[0].rows
+        self.tiles = _window_tiles(self.D, query.dtype, gate_key is not None)
+        self.rows, self.columns = self.tiles.forward[0].rows, self.tiles.columns[0].columns
         self.blocks = triton.cdiv(self.Q, self.rows)
         distances = 0 if self.relative is None else self.relative[0].shape[0]
         entries = (16 + query.element_size()) * self.P
-        tiles = self.backward_tiles[0]
-        row_bytes = 4 * self.D + entries + 8 * triton.cdiv(self.K, tiles.columns) + 8 * distances
-        self.chunk = chunk_rows(query, row_bytes, tiles.rows)
+        # The count at an edge may have 32 bits if the table is short.
+        self.count_type = torch.int32 if self.P + 2 * MOST_COLUMNS.value <= 1024 else torch.int64
+        edge_bytes = (4 + self.count_type.itemsize) * triton.cdiv(self.K, self.columns)
+        self.chunk = chunk_rows(query, 4 * self.D + entries + edge_bytes + 8 * distances, self.rows)
+        self.forward_chunk = chunk_rows(query, 8 * self.P + 4 * distances, self.rows)
         gates = None if gate_key is None else heads(gate_key)
         self.matrices = (heads(query), heads(key), gates, heads(value))
         self.constants: dict[str, Any] = {"D": self.D, "BLOCK_D": block_width(self.D)}
         self.constants["PRECISION"] = precision(query.dtype, self.D)
-        # Fractional bits of counts: a gate has two parts of 11 bits, and counts stay below P + MOST_COLUMNS.
-        self.constants["BITS"] = min(21, 30 - (self.P + MOST_COLUMNS - 1).bit_length())
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self.query.device)
@@ -599,7 +751,7 @@ class _Pass:
             lambda tiles: (triton.cdiv(into.shape[1], tiles.rows) * into.shape[0], triton.cdiv(self.P, tiles.columns)),
             [Tiles(64, 64) if half else Tiles(32, 32)],
             (
-                *(heads(self.position_query), self.table, into, self.position_scale),
+                *(heads(self.position_query), self.table, into, self.position_scale * LOG2_E.value),
                 *(self.H, self.P, first, into.shape[1], self.Q),
             ),
             {**constants, "BLOCK_K": min(self.constants["BLOCK_D"], 64 if half else 16)},
@@ -609,18 +761,17 @@ class _Pass:
         """Attention over the windows. With `shared_rows` all rows see what a single row would see (decoding)."""
         B, H, Q = self.B, self.H, self.Q
         rows = decode_rows(Q) if shared_rows else self.rows
-        chunk = Q if shared_rows else self.chunk
+        chunk = Q if shared_rows else self.forward_chunk
         blocks = triton.cdiv(Q, rows)
         window = Window(
             out=self.empty(B, H, Q, self.D, dtype=self.query.dtype),
             lse=self.empty(B, H, Q),
             start=self.empty(B, H, blocks, dtype=torch.int32),
             end=self.empty(B, H, blocks, dtype=torch.int32),
-            stop=self.empty(B, H, Q, dtype=torch.int32),
-            total=self.empty(B, H, Q, dtype=torch.int32),
+            total=self.empty(B, H, Q, dtype=torch.int64),
             constant=self.empty(B, H, Q),
         )
-        values = self.empty(B * H, chunk, self.P, dtype=torch.int64)
+        values = self.empty(B * H, chunk, self.P, 2)
         seen_from = 1 if shared_rows else Q
         for first in range(0, Q, chunk):
             self.position_values(first, values)
@@ -628,12 +779,12 @@ class _Pass:
             launch(
                 _window_forward,
                 (triton.cdiv(min(chunk, Q - first), rows) * B * H,),
-                [Tiles(rows, 32), Tiles(rows, 16)] if shared_rows else self.forward_tiles,
+                [Tiles(rows, 32), Tiles(rows, 16)] if shared_rows else self.tiles.forward,
                 (
                     *(*self.matrices, values, self.key_ranges, logit_bias, window, self.dropout),
                     *(self.scaling, H, H // self.G, seen_from, self.K, self.P, first, chunk, Q, blocks),
                 ),
-                {**self.constants, "SHARED": shared_rows},
+                {**self.constants, "SHARED": shared_rows, "EDGE": 1 if shared_rows else self.columns},
                 key=(rows,),
             )
         return window
@@ -645,7 +796,7 @@ class _Pass:
         over the keys of level n, dz[n] = s[n] - f[n] + f[n - 1]. The keys left of the window belong to the last level;
         all dL of a row sum to 0.
         """
-        sums = levels.view(torch.float32).view(self.B, self.H, self.chunk, self.P, 2)[:, :, : rows.stop - rows.start]
+        sums = levels.view(self.B, self.H, self.chunk, self.P, 2)[:, :, : rows.stop - rows.start]
         low = 0 if self.key_ranges is None else self.key_ranges[:, :, rows, 0]
         plain = window.start.repeat_interleave(self.rows, dim=-1)[:, :, rows] > low
         left = torch.where(plain, -sums[..., 0, 0], 0.0)
@@ -662,13 +813,12 @@ class _Pass:
         """
         B, H, Q, D, P, K = self.B, self.H, self.Q, self.D, self.P, self.K
         members, chunk, groups = B * H, self.chunk, H // self.G
-        columns = self.backward_tiles[0].columns
-        values = self.empty(members, chunk, P, dtype=torch.int64)
-        levels = self.empty(members, chunk, P, dtype=torch.int64)
+        values = self.empty(members, chunk, P, 2)
+        levels = self.empty(members, chunk, P, 2)
         transposed = self.table.T.to(self.query.dtype)
         window_query = self.empty(members, chunk, D)
-        key_blocks = triton.cdiv(K, columns)
-        counts = self.empty(members, key_blocks, chunk, dtype=torch.int32)
+        key_blocks = triton.cdiv(K, self.columns)
+        counts = self.empty(members, key_blocks, chunk, dtype=self.count_type)
         slopes = self.empty(members, key_blocks, chunk)
         grad_query = self.empty(B, H, Q, D, dtype=self.query.dtype)
         grad_position_query = torch.empty_like(grad_query) if self.own_position_query else None
@@ -687,9 +837,9 @@ class _Pass:
             launch(
                 _window_rows,
                 (triton.cdiv(rows.stop - first, self.rows) * members,),
-                self.backward_tiles,
+                self.tiles.rows,
                 (*inputs, window_query, levels, counts, slopes, self.scaling, H, groups, *place),
-                self.constants,
+                {**self.constants, "EDGE": self.columns},
                 repeatable=self.relative is None,
             )
             grad_z = self.grad_values(levels, window, rows).to(self.query.dtype)
@@ -707,8 +857,8 @@ class _Pass:
             ahead = K if self.key_ranges is not None else K - Q + rows.stop
             launch(
                 _window_columns,
-                (triton.cdiv(ahead, columns) * B * self.G,),
-                self.backward_tiles,
+                (triton.cdiv(ahead, self.columns) * B * self.G,),
+                self.tiles.columns,
                 (*inputs, counts, slopes, grad_key, grad_gate_key, grad_value, self.scaling, self.G, groups, *place),
                 self.constants,
                 repeatable=False,
@@ -734,10 +884,10 @@ def _forward(tensors: Sequence[Any], scaling: float, position_scale: float, drop
 def _empty(tensors: Sequence[Any]) -> list[torch.Tensor]:
     B, H, Q, D = tensors[0].shape
     out, per_row = empty_results(tensors)
-    counts = torch.empty_like(per_row, dtype=torch.int32)
-    rows = _window_tiles(D, tensors[0].dtype)[0][0].rows
-    blocks = counts.new_empty((B, H, -(-Q // rows)))
-    return [out, *map(torch.empty_like, (per_row, blocks, blocks, counts, counts, per_row))]
+    counts = torch.empty_like(per_row, dtype=torch.int64)
+    rows = _window_tiles(D, tensors[0].dtype, tensors[4] is not None).forward[0].rows
+    blocks = per_row.new_empty((B, H, -(-Q // rows)), dtype=torch.int32)
+    return [out, *map(torch.empty_like, (per_row, blocks, blocks, counts, per_row))]
 
 
 def _backward(

@@ -78,20 +78,6 @@ def seen_keys(key_ranges, low, high, start, Q, K, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def running_sums(terms, triangle):
-    """Sums of float32 terms along a row, by a matrix of ones and zeros.
-
-    In float32 with a float32 matrix, with 16 bits of each term with a bfloat16 one.
-    """
-    if triangle.dtype == tl.float32:
-        return dot(terms, triangle, None, "ieee")
-    else:
-        leading = terms.to(tl.bfloat16)
-        rest = (terms - leading.to(tl.float32)).to(tl.bfloat16)
-        return dot(rest, triangle, dot(leading, triangle, None, "ieee"), "ieee")
-
-
-@triton.jit
 def _hash(bits):
     """A bijection of uint32 that spreads every bit over all ("lowbias32" by Chris Wellons)."""
     bits ^= bits >> 16

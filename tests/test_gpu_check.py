@@ -93,8 +93,8 @@ def scaled_steps(monkeypatch):
     right = kernel_cope._interpolate
 
     def interpolate(*given):
-        floor, fraction, below, step = right(*given)
-        return floor, fraction, below, step * 1.001
+        fraction, below, step = right(*given)
+        return fraction, below, step * 1.001
 
     monkeypatch.setattr(kernel_cope, "_interpolate", interpolate)
 

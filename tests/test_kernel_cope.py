@@ -27,7 +27,7 @@ def wide_tiles(monkeypatch):
     """The interpreter takes as long for a small tile as for a large one."""
     if not INTERPRETED:
         return
-    monkeypatch.setattr(kernel_cope, "_window_tiles", lambda *_: ([Tiles(64, 64)], [Tiles(64, 64)]))
+    monkeypatch.setattr(kernel_cope, "_window_tiles", lambda *_: kernel_cope._WindowTiles(*[[Tiles(64, 64)]] * 3))
 
 
 def causal_limits(batch, rows, keys, low=None, valid=None):
@@ -151,6 +151,22 @@ def test_shipped_tiles(monkeypatch, channels, dtype, tolerance):
     monkeypatch.setattr(kernel_cope, "_window_tiles", SHIPPED_TILES)
     tensors = inputs(1, 2, 1, 90, 110, channels, openness=-1.0, dtype=dtype)
     compare(tensors, tolerance=tolerance, scaling=0.1, position_scale=0.1)
+
+
+@pytest.mark.parametrize("openness", [-12.0, 12.0])
+def test_tiles_of_different_width(monkeypatch, openness):
+    """The forward pass and the rows walk narrower blocks of keys than the columns, whose edges they leave."""
+    tiles = kernel_cope._WindowTiles([Tiles(64, 16)], [Tiles(64, 16)], [Tiles(64, 32)])
+    monkeypatch.setattr(kernel_cope, "_window_tiles", lambda *_: tiles)
+    tensors = inputs(1, 1, 1, 60, 123, 16, openness=openness)
+    compare(tensors)
+    # The oldest key is in the upper half of a block.
+    compare(tensors, causal_limits(1, 60, 123, low=torch.full((1, 60), 50)))
+
+
+def test_small_gates_and_a_long_table():
+    """A gate of 1/20,000 counts, however many positions there are."""
+    compare(inputs(1, 1, 1, 8, 150, 16, positions=2**14, openness=-10.0))
 
 
 def padded_and_packed(rows, keys):
@@ -315,7 +331,7 @@ def test_windows_end_where_positions_do():
     query, key, value, table, _ = inputs(1, 1, 1, 257, 257, 16, positions=16, openness=12.0)
     window = kernel_cope._Pass([query, key, value, table, *[None] * 9], 0.25, 0.25).window_forward()
     first_rows = torch.arange(0, 257, kernel_cope.WINDOW_ROWS)
-    assert (first_rows - window.start[0, 0] <= 16 + kernel_cope.MOST_COLUMNS).all()
+    assert (first_rows - window.start[0, 0] <= 16 + kernel_cope.MOST_COLUMNS.value).all()
     key = key.detach().clone()
     key[..., 0] = -12.0
     window = kernel_cope._Pass([query, key, value, table, *[None] * 9], 0.25, 0.25).window_forward()
@@ -333,11 +349,11 @@ def test_float32_table_with_bfloat16_queries():
     """Autocast: the table is used as it is, not rounded."""
     tensors = inputs(1, 2, 1, 70, 70, 16, positions=64, dtype=torch.bfloat16)
     tensors[3] = torch.randn(16, 64, requires_grad=True)
-    values = torch.empty(2, 128, 64, dtype=torch.int64)
+    values = torch.empty(2, 128, 64, 2)
     kernel_cope._Pass([*tensors[:4], *[None] * 9], 0.25, 0.25).position_values(0, values)
     exact = tensors[0].double()[0] @ tensors[3].double() * 0.25
     steps = torch.cat([exact[..., 1:] - exact[..., :-1], torch.zeros_like(exact[..., :1])], -1)
-    found = values[:, :70].view(torch.float32).unflatten(-1, (64, 2))
+    found = values[:, :70] * math.log(2)
     assert (found - torch.stack([exact, steps], -1)).norm() / exact.norm() < 1e-4
     compare(tensors, tolerance=2e-2)
 
@@ -382,9 +398,10 @@ def visited(monkeypatch):
         pytest.skip("looks into the interpreter: TRITON_INTERPRET=1")
     found, interpolate = [], kernel_cope._interpolate
 
-    def recorded(values, position, seen, *others):
-        found.append(torch.from_numpy(position.handle.data[seen.handle.data]))
-        return interpolate(values, position, seen, *others)
+    def recorded(z, level, position):
+        levels = torch.from_numpy(level.handle.data)
+        found.append(levels[:, None].long() * 2**21 + torch.from_numpy(position.handle.data))
+        return interpolate(z, level, position)
 
     monkeypatch.setattr(kernel_cope, "_interpolate", recorded)
     return found
@@ -392,7 +409,7 @@ def visited(monkeypatch):
 
 def within(visited, last):
     """Returns whether there are positions, and all are in the table."""
-    positions = torch.cat(visited)
+    positions = torch.cat([one.flatten() for one in visited])
     return len(positions) > 0 and positions.min() >= 0 and positions.max() <= last << 21
 
 

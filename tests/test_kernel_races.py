@@ -213,7 +213,8 @@ def search_cope(shape, mask, gates, openness, dtype=torch.float32):
 def narrow(monkeypatch):
     """Several blocks of rows and keys in short inputs."""
     monkeypatch.setattr(kernel_cope, "WINDOW_ROWS", 32)
-    monkeypatch.setattr(kernel_cope, "_window_tiles", lambda *_: ([Tiles(32, 32)], [Tiles(32, 32)]))
+    tiles = kernel_cope._WindowTiles([Tiles(32, 16)], [Tiles(32, 16)], [Tiles(32, 32)])
+    monkeypatch.setattr(kernel_cope, "_window_tiles", lambda *_: tiles)
 
 
 @pytest.mark.parametrize(
