@@ -116,18 +116,33 @@ def apply_dropout(weights, dropout, member, rows, keys):
 
 
 @triton.jit
-def softmax_step(acc, total, top, logits, seen, v, dropout, member, rows, keys, PRECISION: tl.constexpr):
-    """Adds logits in base 2, (BLOCK_M, BLOCK_N), and values to an online softmax; `seen` None: all are seen.
+def zero_sums(data, never, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Zeros, (ROWS, COLUMNS), that the compiler does not know: loads that are masked by `never`, which is false.
 
-    For dropout, member, rows and keys see `apply_dropout`.
+    Known zeros would be written between a product of Hopper and its wait where a loop may be empty: ptxas then lets no
+    product run beside other instructions.
+    """
+    pointers = data + tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    return tl.load(pointers, mask=never, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def softmax_step(acc, total, top, logits, seen, v, dropout, member, rows, keys, PRECISION: tl.constexpr, scale=None):
+    """Adds logits, (BLOCK_M, BLOCK_N), and values to an online softmax; `seen` None: all are seen.
+
+    `top`, finite, is in base 2, and the logits times `scale` are, which is positive; None is 1. For dropout, member,
+    rows and keys see `apply_dropout`.
     """
     if seen is not None:
-        logits = tl.where(seen, logits, MASKED)
-    new_top = tl.maximum(top, tl.max(logits, 1))
+        # exp2(-inf - top) is 0 in rows that have seen no key yet, too.
+        logits = tl.where(seen, logits, float("-inf"))
+    highest = tl.max(logits, 1)
+    if scale is not None:
+        # The factor and the difference are then one instruction.
+        highest *= scale
+        logits *= scale
+    new_top = tl.maximum(top, highest)
     weights = tl.exp2(logits - new_top[:, None])
-    if seen is not None:
-        # A row that has seen no key yet has exp2(0) here.
-        weights = tl.where(seen, weights, 0.0)
     decay = tl.exp2(top - new_top)
     kept = apply_dropout(weights, dropout, member, rows, keys)
     acc = dot(kept.to(v.dtype), v, acc * decay[:, None], PRECISION)
@@ -248,7 +263,7 @@ def forward_kernel(
     else:
         top = tl.full([BLOCK_M], MASKED, dtype=tl.float32)
         total = tl.zeros([BLOCK_M], dtype=tl.float32)
-        acc = tl.zeros([BLOCK_M, BLOCK_V], dtype=tl.float32)
+        acc = zero_sums(out, Q < 0, BLOCK_M, BLOCK_V)
 
     scale = scaling * LOG2_E
     # First the keys that all rows see, then those that need a mask.
@@ -256,14 +271,15 @@ def forward_kernel(
         for start in range(full if masked else first, last if masked else full, BLOCK_N):
             k = load(keys, key.row, start, K, 0.0, D, BLOCK_N, BLOCK_D, not masked)
             v = load(values, value.row, start, K, 0.0, V, BLOCK_N, BLOCK_V, not masked)
-            logits = dot(q, tl.trans(k), None, PRECISION) * scale
+            logits = dot(q, tl.trans(k), None, PRECISION)
             columns = start + tl.arange(0, BLOCK_N)[None, :]
             if logit_bias is not None:
-                logits += bias_values(logit_bias, of_rows, columns, K) * LOG2_E
+                logits = logits * scale + bias_values(logit_bias, of_rows, columns, K) * LOG2_E
             seen = seen_keys(key_ranges, low, high, start, Q, K, BLOCK_N) if masked else None
             acc, total, top = softmax_step(
-                acc, total, top, logits, seen, v, dropout, member, rows[:, None], columns, PRECISION
-            )
+                acc, total, top, logits, seen, v, dropout, member, rows[:, None], columns, PRECISION,
+                scale if logit_bias is None else None,
+            )  # fmt: skip
 
     nothing = total == 0.0
     total = tl.where(nothing, 1.0, total)
@@ -317,7 +333,7 @@ def backward_rows_kernel(
         grad_last = tl.zeros([BLOCK_M], dtype=tl.float32)
 
     scale = scaling * LOG2_E
-    acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+    acc = zero_sums(grad_query, Q < 0, BLOCK_M, BLOCK_D)
     sums = tl.zeros([BLOCK_M], dtype=tl.float32)
     # First the keys that all rows see, then those that need a mask.
     for masked in tl.static_range(0 if key_ranges is None else 1, 2):
