@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .kernel_launch import MASKED, tl, triton
+from .kernel_operator import only_deterministic
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -190,10 +191,18 @@ def relative_argument(
 ) -> LogitBias:
     """Returns `LogitBias` with z[i, n] = scaling * q_i.e[n], in float32, and with room for its gradient if asked.
 
+    Raises ValueError for the gradient if PyTorch is to refuse what is not deterministic: where positions repeat, it is
+    a sum in any order.
+
     Args:
         query: (B, H, Q, D). table: (P, D), e.
         query_positions, key_positions: integers (1 or B, Q) and (1 or B, K).
     """
+    if grad and only_deterministic():
+        raise ValueError(
+            "torch.use_deterministic_algorithms(True) is not supported by the gradient of relative positions in the "
+            "Triton kernels; allowed: False, or attn_implementation='blockwise' or 'eager'."
+        )
     # In an operator autocast still holds.
     with torch.autocast(query.device.type, enabled=False):
         z = torch.matmul(query.float(), table.float().T).mul_(scaling)
