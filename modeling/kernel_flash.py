@@ -582,7 +582,7 @@ def combine_kernel(
 # Tiles (rows, columns, warps, stages) by the padded channels of keys and values (less than 64 is as 64), for 16-bit
 # types. The preferred first; the last fits the shared memory of every device. Those that write rows want 16 rows a warp
 # or more, those that write columns 16 columns: else the tensor cores of Hopper compute some products twice.
-# The first of each is what has fewest instructions for a logit on sm_90 with 255 registers of a thread, without spills.
+# The limit are registers: the first has the fewest instructions for a logit on sm_90 without spills.
 _Table = dict[tuple[int, int], tuple[Tiles, ...]]
 
 _FORWARD: _Table = {
@@ -609,9 +609,10 @@ _COLUMNS: _Table = {
     (256, 128): (Tiles(32, 64, 8, 2), Tiles(16, 64, 8, 2), Tiles(16, 64, 8, 1)),
     (512, 256): (Tiles(16, 32, 8, 1),),
 }
-# Limited by registers: float32 has its products on the ordinary cores, with all of their operands in registers.
+# float32 has its products on the ordinary cores, with all of their operands in registers.
 _FLOAT32 = (Tiles(32, 32, 8, 1), Tiles(16, 16, 4, 1))
-# Limited by the splits of short caches: a program has few keys. Their rows are `decode_rows`. Wide float32 begins with the second: compilers take minutes for the first.
+# A program has few keys: splits are short. Rows are `decode_rows`. Wide float32 begins with the second: compilers take
+# minutes for the first.
 _DECODE = (Tiles(16, 64, 4, 2), Tiles(16, 32, 4, 1), Tiles(16, 16, 4, 1))
 
 # Without a GPU decoding splits the keys in this number, on a GPU so that a split has at least this many keys.

@@ -129,7 +129,7 @@ def test_gradient_where_operations_must_be_deterministic():
     states, positions = inputs(5, 9, 4), torch.arange(9)[None]
     out = plain_attention(*states[:3], relative=(states[3], positions[:, 4:], positions), scaling=0.25)
     torch.use_deterministic_algorithms(True)
-    with pytest.raises(ValueError, match="use_deterministic_algorithms.*allowed: False"):
+    with pytest.raises(ValueError, match=r"use_deterministic_algorithms.*allowed: False"):
         out.sum().backward()
 
 
