@@ -16,6 +16,7 @@ from transformers.utils import logging
 
 from .attention_mask import is_key_ranges
 from .attention_sdpa import gpu_backend
+from .kernel_operator import only_deterministic
 from .position_base import head_dim
 
 logger = logging.get_logger(__name__)
@@ -68,7 +69,7 @@ def runs_by_default(device: torch.device) -> bool:
     return device.type == "cuda" and runs_on(device) and not interpreted()
 
 
-def unsupported(query: torch.Tensor, attention_mask: Any) -> str | None:
+def unsupported(encodings: Any, query: torch.Tensor, attention_mask: Any) -> str | None:
     """Returns what the kernels do not support in a call, its value, and what is allowed; None if they support it."""
     if not runs_on(query.device):
         allowed = "a GPU (compute capability 8.0 or newer, or ROCm), or a CPU with TRITON_INTERPRET=1 set at the start"
@@ -82,6 +83,13 @@ def unsupported(query: torch.Tensor, attention_mask: Any) -> str | None:
             f"an attention_mask of the shape {tuple(attention_mask.shape)} and type {attention_mask.dtype}; allowed: "
             "None, or 2D (batch, past + new tokens)"
         )
+    if torch.is_grad_enabled() and only_deterministic():
+        names = [part.name for part in encodings.hooks["kernel"] if not part.deterministic_kernel]
+        if names:
+            return (
+                f"torch.use_deterministic_algorithms(True) in training with {names[0]!r}; allowed: False, or "
+                "attn_implementation='blockwise' or 'eager'"
+            )
     return None
 
 
@@ -137,7 +145,7 @@ def triton_attention_forward(
     Raises:
         ValueError: the kernels do not support the call.
     """
-    problem = unsupported(query, mask)
+    problem = unsupported(layer.encodings, query, mask)
     if problem is None and options.get("output_attentions"):
         problem = "output_attentions=True; allowed: False, or attn_implementation='eager'"
     if problem is not None:
@@ -170,7 +178,7 @@ def auto_kernel(
     """Returns the output of the layer's kernel for attn_implementation="auto", or None where it is not used."""
     if (
         not runs_by_default(query.device)
-        or unsupported(query, mask)
+        or unsupported(layer.encodings, query, mask)
         or _rotates(layer, query, key, value, mask, options)
     ):
         return None

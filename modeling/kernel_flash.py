@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .kernel_launch import MASKED, Tiles, block_width, dot, heads, launch, load, pointer, precision, store, tl, triton
-from .kernel_logits import bias_gradient, bias_rows, bias_values, store_last
+from .kernel_logits import LN_2, LOG2_E, bias_gradient, bias_rows, biased_logits, store_last
 from .kernel_operator import check_shapes
 from .kernel_polar import polar_argument, polar_products, polar_query
 
@@ -44,8 +44,6 @@ class Dropout(NamedTuple):
     scale: Any
 
 
-LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2 = tl.constexpr(0.6931471805599453)
 # Rows, or blocks of rows, that a program examines in one step to find those that see its keys.
 SCAN = tl.constexpr(512)
 
@@ -102,18 +100,40 @@ def apply_dropout(weights, dropout, member, rows, keys):
 
 
 @triton.jit
-def softmax_step(acc, total, top, logits, seen, v, dropout, member, rows, keys, PRECISION: tl.constexpr):
-    """Adds logits in base 2, (BLOCK_M, BLOCK_N), and values to an online softmax; `seen` None: all are seen.
+def zero_sums(data, never, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Zeros, (ROWS, COLUMNS), that the compiler does not know: loads that are masked by `never`, which is false.
 
-    For dropout, member, rows and keys see `apply_dropout`.
+    Known zeros would be written between a product of Hopper and its wait where a loop may be empty: ptxas then lets no
+    product run beside other instructions.
+    """
+    pointers = data + tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    return tl.load(pointers, mask=never, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def softmax_step(
+    acc, total, top, logits, seen, v, dropout, member, rows, keys, PRECISION: tl.constexpr, scale=None,
+    shift=None,
+):  # fmt: skip
+    """Adds logits, (BLOCK_M, BLOCK_N), and values to an online softmax; `seen` None: all are seen.
+
+    `top`, finite, is in base 2, and the logits times `scale`, positive, plus `shift` are, a number for each row,
+    (BLOCK_M, 1); None is 1 or 0. For dropout, member, rows and keys see `apply_dropout`.
     """
     if seen is not None:
-        logits = tl.where(seen, logits, MASKED)
-    new_top = tl.maximum(top, tl.max(logits, 1))
-    weights = tl.exp2(logits - new_top[:, None])
-    if seen is not None:
-        # A row that has seen no key yet has exp2(0) here.
-        weights = tl.where(seen, weights, 0.0)
+        # exp2(-inf - top) is 0 in rows that have seen no key yet, too.
+        logits = tl.where(seen, logits, float("-inf"))
+    highest = tl.max(logits, 1)
+    if scale is not None:
+        # The factor and the difference are then one instruction.
+        highest *= scale
+        logits *= scale
+    if shift is not None:
+        new_top = tl.maximum(top, highest + tl.sum(shift, 1))
+        weights = tl.exp2(logits - (new_top[:, None] - shift))
+    else:
+        new_top = tl.maximum(top, highest)
+        weights = tl.exp2(logits - new_top[:, None])
     decay = tl.exp2(top - new_top)
     kept = apply_dropout(weights, dropout, member, rows, keys)
     acc = dot(kept.to(v.dtype), v, acc * decay[:, None], PRECISION)
@@ -234,7 +254,7 @@ def forward_kernel(
     else:
         top = tl.full([BLOCK_M], MASKED, dtype=tl.float32)
         total = tl.zeros([BLOCK_M], dtype=tl.float32)
-        acc = tl.zeros([BLOCK_M, BLOCK_V], dtype=tl.float32)
+        acc = zero_sums(out, Q < 0, BLOCK_M, BLOCK_V)
 
     scale = scaling * LOG2_E
     # First the keys that all rows see, then those that need a mask.
@@ -242,14 +262,17 @@ def forward_kernel(
         for start in range(full if masked else first, last if masked else full, BLOCK_N):
             k = load(keys, key.row, start, K, 0.0, D, BLOCK_N, BLOCK_D, not masked)
             v = load(values, value.row, start, K, 0.0, V, BLOCK_N, BLOCK_V, not masked)
-            logits = dot(q, tl.trans(k), None, PRECISION) * scale
+            logits = dot(q, tl.trans(k), None, PRECISION)
             columns = start + tl.arange(0, BLOCK_N)[None, :]
+            shift = None
             if logit_bias is not None:
-                logits += bias_values(logit_bias, of_rows, columns, K) * LOG2_E
+                newest = None if masked else start + (BLOCK_N - 1)
+                logits, shift = biased_logits(logit_bias, logits, scale, of_rows, columns, newest, K)
             seen = seen_keys(key_ranges, low, high, start, Q, K, BLOCK_N) if masked else None
             acc, total, top = softmax_step(
-                acc, total, top, logits, seen, v, dropout, member, rows[:, None], columns, PRECISION
-            )
+                acc, total, top, logits, seen, v, dropout, member, rows[:, None], columns, PRECISION,
+                scale if logit_bias is None else None, shift,
+            )  # fmt: skip
 
     nothing = total == 0.0
     total = tl.where(nothing, 1.0, total)
@@ -303,18 +326,23 @@ def backward_rows_kernel(
         grad_last = tl.zeros([BLOCK_M], dtype=tl.float32)
 
     scale = scaling * LOG2_E
-    acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+    acc = zero_sums(grad_query, Q < 0, BLOCK_M, BLOCK_D)
     sums = tl.zeros([BLOCK_M], dtype=tl.float32)
     # First the keys that all rows see, then those that need a mask.
     for masked in tl.static_range(0 if key_ranges is None else 1, 2):
         for start in range(full if masked else first, last if masked else full, BLOCK_N):
             k = load(keys, key.row, start, K, 0.0, D, BLOCK_N, BLOCK_D, not masked)
             v = load(values, value.row, start, K, 0.0, V, BLOCK_N, BLOCK_V, not masked)
-            logits = dot(q, tl.trans(k), None, PRECISION) * scale
+            logits = dot(q, tl.trans(k), None, PRECISION)
             columns = start + tl.arange(0, BLOCK_N)[None, :]
-            if logit_bias is not None:
-                logits += bias_values(logit_bias, of_rows, columns, K) * LOG2_E
-            weights = tl.exp2(logits - row_lse[:, None])
+            own_lse = row_lse[:, None]
+            if logit_bias is None:
+                logits *= scale
+            else:
+                newest = None if masked else start + (BLOCK_N - 1)
+                logits, shift = biased_logits(logit_bias, logits, scale, of_rows, columns, newest, K)
+                own_lse -= shift
+            weights = tl.exp2(logits - own_lse)
             if masked:
                 weights = tl.where(seen_keys(key_ranges, low, high, start, Q, K, BLOCK_N), weights, 0.0)
             grad_weights = dot(grad_tile, tl.trans(v), None, PRECISION)
@@ -386,11 +414,16 @@ def backward_columns_kernel(
             # Transposed: (BLOCK_N, BLOCK_M). Rows from Q on have weights, but add nothing: their query, gradient and
             # delta are 0.
             row_lse = tl.load(lse + h * Q + rows, mask=rows < Q, other=0.0) * LOG2_E
-            logits = dot(k, tl.trans(q), None, PRECISION) * scale
-            if logit_bias is not None:
+            logits = dot(k, tl.trans(q), None, PRECISION)
+            own_lse = row_lse[None, :]
+            if logit_bias is None:
+                logits *= scale
+            else:
                 of_rows = bias_rows(logit_bias, b, g * GROUPS + h, member * GROUPS + h, rows, rows < Q, Q, K, 0)
-                logits += bias_values(logit_bias, of_rows, keys[:, None], K) * LOG2_E
-            weights = tl.exp2(logits - row_lse[None, :])
+                newest = tl.minimum(start_n + BLOCK_N, K) - 1 if whole else None
+                logits, shift = biased_logits(logit_bias, logits, scale, of_rows, keys[:, None], newest, K)
+                own_lse -= shift
+            weights = tl.exp2(logits - own_lse)
             if not whole:
                 head_bound = bound
                 if bound is not None:
@@ -464,6 +497,7 @@ def decode_kernel(
         # Row 0 of each head.
         head = g * groups + tl.minimum(rows, groups - 1)
         of_rows = bias_rows(logit_bias, b, head[:, None], b * G * groups + head, rows * 0, rows < groups, 1, K, 1)
+    scale = scaling * LOG2_E
     acc = tl.zeros([BLOCK_M, BLOCK_V], dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     top = tl.full([BLOCK_M], MASKED, dtype=tl.float32)
@@ -473,12 +507,14 @@ def decode_kernel(
             logits = polar_products(polar, q, imaginary, k, b, begin, K, R, BLOCK_N, BLOCK_D, PRECISION)
         else:
             logits = dot(q, tl.trans(k), None, PRECISION)
-        logits *= scaling * LOG2_E
         if logit_bias is not None:
-            logits += bias_values(logit_bias, of_rows, begin + tl.arange(0, BLOCK_N)[None, :], K) * LOG2_E
+            columns = begin + tl.arange(0, BLOCK_N)[None, :]
+            logits, _ = biased_logits(logit_bias, logits, scale, of_rows, columns, None, K)
         v = load(values, value.row, begin, K, 0.0, V, BLOCK_N, BLOCK_V, False)
         seen = seen_keys(key_ranges, low, high, begin, 1, K, BLOCK_N)
-        acc, total, top = softmax_step(acc, total, top, logits, seen, v, None, None, None, None, PRECISION)
+        acc, total, top = softmax_step(
+            acc, total, top, logits, seen, v, None, None, None, None, PRECISION, scale if logit_bias is None else None
+        )
     nothing = total == 0.0
     total = tl.where(nothing, 1.0, total)
     index = (member * splits + split) * groups
@@ -532,6 +568,7 @@ def combine_kernel(
 # Tiles (rows, columns, warps, stages) by the padded channels of keys and values (less than 64 is as 64), for 16-bit
 # types. The preferred first; the last fits the shared memory of every device. Those that write rows want 16 rows a warp
 # or more, those that write columns 16 columns: else the tensor cores of Hopper compute some products twice.
+# The limit are registers: the first has the fewest instructions for a logit on sm_90 without spills.
 _Table = dict[tuple[int, int], tuple[Tiles, ...]]
 
 _FORWARD: _Table = {
@@ -546,21 +583,22 @@ _ROWS: _Table = {
     (64, 64): (Tiles(128, 64, 8, 2), Tiles(128, 128, 8, 2), Tiles(64, 64, 4, 3), Tiles(64, 32, 4, 2)),
     (128, 128): (Tiles(128, 64, 8, 2), Tiles(128, 32, 8, 2), Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 2)),
     (256, 256): (Tiles(64, 32, 8, 2), Tiles(32, 32, 4, 1)),
-    (128, 64): (Tiles(128, 32, 8, 2), Tiles(128, 64, 8, 2), Tiles(64, 32, 4, 2), Tiles(64, 16, 4, 2)),
-    (256, 128): (Tiles(64, 32, 8, 2), Tiles(128, 32, 8, 1), Tiles(64, 16, 4, 1)),
+    (128, 64): (Tiles(128, 64, 8, 2), Tiles(128, 32, 8, 2), Tiles(64, 32, 4, 2), Tiles(64, 16, 4, 2)),
+    (256, 128): (Tiles(128, 32, 8, 2), Tiles(64, 32, 8, 2), Tiles(64, 16, 4, 1)),
     (512, 256): (Tiles(32, 32, 8, 1), Tiles(32, 16, 4, 1)),
 }
 _COLUMNS: _Table = {
     (64, 64): (Tiles(64, 128, 8, 2), Tiles(32, 128, 8, 2), Tiles(64, 64, 4, 2), Tiles(32, 64, 4, 2)),
-    (128, 128): (Tiles(64, 64, 8, 2), Tiles(32, 128, 8, 3), Tiles(16, 128, 8, 2), Tiles(32, 64, 4, 1)),
+    (128, 128): (Tiles(32, 128, 8, 2), Tiles(64, 64, 8, 2), Tiles(16, 128, 8, 2), Tiles(32, 64, 4, 1)),
     (256, 256): (Tiles(32, 32, 4, 1), Tiles(16, 32, 4, 1)),
-    (128, 64): (Tiles(32, 128, 8, 2), Tiles(16, 128, 8, 2), Tiles(32, 64, 4, 2), Tiles(16, 64, 4, 2)),
-    (256, 128): (Tiles(16, 64, 8, 2), Tiles(32, 64, 8, 1), Tiles(16, 64, 8, 1)),
+    (128, 64): (Tiles(64, 128, 8, 2), Tiles(32, 128, 8, 2), Tiles(32, 64, 4, 2), Tiles(16, 64, 4, 2)),
+    (256, 128): (Tiles(32, 64, 8, 2), Tiles(16, 64, 8, 2), Tiles(16, 64, 8, 1)),
     (512, 256): (Tiles(16, 32, 8, 1),),
 }
 # float32 has its products on the ordinary cores, with all of their operands in registers.
 _FLOAT32 = (Tiles(32, 32, 8, 1), Tiles(16, 16, 4, 1))
-# Their rows are `decode_rows`. Wide float32 begins with the second: compilers take minutes for the first.
+# A program has few keys: splits are short. Rows are `decode_rows`. Wide float32 begins with the second: compilers take
+# minutes for the first.
 _DECODE = (Tiles(16, 64, 4, 2), Tiles(16, 32, 4, 1), Tiles(16, 16, 4, 1))
 
 # Without a GPU decoding splits the keys in this number, on a GPU so that a split has at least this many keys.

@@ -8,7 +8,10 @@ from typing import Any, NamedTuple
 import torch
 
 from .kernel_launch import MASKED, tl, triton
+from .kernel_operator import only_deterministic
 
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
 # The distance of what is no row or no key from all others.
 FAR = tl.constexpr(1 << 29)
 
@@ -20,8 +23,8 @@ class LogitBias(NamedTuple):
     have the first number, larger ones the last.
 
     Attributes:
-        rows, keys: float32 (1 or B, H, Q, 2) and (1 or B, H, K, 2): c as the sum of two numbers, since differences of
-            large ones would lose their digits. Or int32 (1 or B, Q) and (1 or B, K), the positions.
+        rows, keys: float32 (1 or B, H, Q, 2) and (1 or B, H, K, 2): c in base 2 as the sum of two numbers, since
+            differences of large ones would lose their digits. Or int32 (1 or B, Q) and (1 or B, K), the positions.
         batch_rows, batch_keys: the strides of the batch.
         z: float32 (B, H, Q, P), or None for a decay.
         grad: zeros, to which the gradient of z is added, or None.
@@ -68,20 +71,56 @@ def bias_rows(logit_bias, b, h, member, rows, inside, Q, K, AXIS: tl.constexpr):
 @triton.jit
 def bias_values(logit_bias, of_rows, columns, K):
     """The bias of rows, given by `bias_rows`, and keys, of the shape that the two broadcast to."""
-    first, second, keys, inside = of_rows
     if logit_bias.z is None:
-        key_high, key_rest = _load_pair(keys, columns, columns < K, 0.0)
-        bias = tl.minimum((first - key_high) + (second - key_rest), 0.0)
+        bias = _decay_values(of_rows, columns, K) * LN_2
     else:
-        z = logit_bias.z + first
-        positions = tl.load(keys + columns, mask=columns < K, other=-FAR)
-        # Far from the rows there is nothing to gather.
-        if tl.min(second) - tl.max(positions) >= logit_bias.last:
-            bias = tl.load(z + logit_bias.last, mask=inside, other=0.0)
-            bias += (second - positions).to(tl.float32) * 0.0
-        else:
-            distance = tl.minimum(tl.maximum(second - positions, 0), logit_bias.last)
-            bias = tl.load(z + distance, mask=inside & (distance >= 0), other=0.0)
+        bias = _relative_values(logit_bias, of_rows, columns, K)
+    return bias
+
+
+@triton.jit
+def biased_logits(logit_bias, logits, scale, of_rows, columns, newest, K):
+    """Returns logits, times `scale` and with the bias of `bias_rows`, in base 2, and what is to be added to each row.
+
+    newest: the last key of the block if all rows see all of its keys, else None. What is added to rows has the axes of
+    what `bias_rows` returns, and saves an addition to each logit. It loses no digits that matter if c never grows: both
+    numbers are then differences that are part of c_i - c_j.
+    """
+    shift = tl.zeros_like(of_rows[1]).to(tl.float32)
+    if logit_bias.z is not None:
+        logits = logits * scale + _relative_values(logit_bias, of_rows, columns, K) * LOG2_E
+    elif newest is None:
+        logits = logits * scale + _decay_values(of_rows, columns, K)
+    else:
+        first, second, keys, _ = of_rows
+        reference = tl.load(keys + newest * 2)
+        key_high, key_rest = _load_pair(keys, columns, columns < K, 0.0)
+        shift = (first - reference) + second
+        logits = logits * scale - tl.maximum((key_high - reference) + key_rest, shift)
+    return logits, shift
+
+
+@triton.jit
+def _decay_values(of_rows, columns, K):
+    """A decay as in `bias_values`, in base 2."""
+    first, second, keys, _ = of_rows
+    key_high, key_rest = _load_pair(keys, columns, columns < K, 0.0)
+    return tl.minimum((first - key_high) + (second - key_rest), 0.0)
+
+
+@triton.jit
+def _relative_values(logit_bias, of_rows, columns, K):
+    """The bias of relative positions as in `bias_values`."""
+    first, second, keys, inside = of_rows
+    z = logit_bias.z + first
+    positions = tl.load(keys + columns, mask=columns < K, other=-FAR)
+    # Far from the rows there is nothing to gather.
+    if tl.min(second) - tl.max(positions) >= logit_bias.last:
+        bias = tl.load(z + logit_bias.last, mask=inside, other=0.0)
+        bias += (second - positions).to(tl.float32) * 0.0
+    else:
+        distance = tl.minimum(tl.maximum(second - positions, 0), logit_bias.last)
+        bias = tl.load(z + distance, mask=inside & (distance >= 0), other=0.0)
     return bias
 
 
@@ -136,8 +175,8 @@ def decay_argument(rows: torch.Tensor | None, keys: torch.Tensor | None) -> Logi
     """Returns the numbers of rows (1 or B, H, Q) and keys (1 or B, H, K), float64 or float32, for a kernel."""
     if rows is None or keys is None:
         return None
-    high = [one.float() for one in (rows, keys)]
-    pairs = [torch.stack((one, (exact - one).float()), dim=-1) for one, exact in zip(high, (rows, keys))]
+    both = [one.double() * LOG2_E.value for one in (rows, keys)]
+    pairs = [torch.stack((one.float(), (one - one.float()).float()), dim=-1) for one in both]
     return LogitBias(*pairs, *(0 if one.shape[0] == 1 else one.stride(0) for one in pairs))
 
 
@@ -152,10 +191,18 @@ def relative_argument(
 ) -> LogitBias:
     """Returns `LogitBias` with z[i, n] = scaling * q_i.e[n], in float32, and with room for its gradient if asked.
 
+    Raises ValueError for the gradient if PyTorch is to refuse what is not deterministic: where positions repeat, it is
+    a sum in any order.
+
     Args:
         query: (B, H, Q, D). table: (P, D), e.
         query_positions, key_positions: integers (1 or B, Q) and (1 or B, K).
     """
+    if grad and only_deterministic():
+        raise ValueError(
+            "torch.use_deterministic_algorithms(True) is not supported by the gradient of relative positions in the "
+            "Triton kernels; allowed: False, or attn_implementation='blockwise' or 'eager'."
+        )
     # In an operator autocast still holds.
     with torch.autocast(query.device.type, enabled=False):
         z = torch.matmul(query.float(), table.float().T).mul_(scaling)

@@ -14,6 +14,11 @@ import torch
 _NAMESPACE = "whatwhere_" + hashlib.sha256(__name__.encode()).hexdigest()[:16]
 
 
+def only_deterministic() -> bool:
+    """Returns True if PyTorch is to refuse operations that are not deterministic."""
+    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+
+
 def empty_results(tensors: Sequence[Any]) -> list[torch.Tensor]:
     """Returns an output (B, H, Q, V), and numbers (B, H, Q), for query, key and value."""
     query, _, value, *_ = tensors

@@ -16,7 +16,8 @@ class Polar(NamedTuple):
     Attributes:
         cos_q, sin_q: float32 or float16 (1 or B, 1, R), of the query.
         cos_k, sin_k: the same (1 or B, K, R), of the keys.
-        shift: float32 (H, R), or None.
+        cos_shift, sin_shift: float32 (H, R), or None. Computed once: for large angles sines take a kernel many
+            registers and local memory.
         batch_q, batch_k: the strides of the batch.
     """
 
@@ -24,16 +25,16 @@ class Polar(NamedTuple):
     sin_q: Any
     cos_k: Any
     sin_k: Any
-    shift: Any
+    cos_shift: Any
+    sin_shift: Any
     batch_q: Any
     batch_k: Any
 
 
 @triton.jit
-def subtract_phase(cos, sin, shift):
+def subtract_phase(cos, sin, cos_shift, sin_shift):
     """Cosines and sines of phase - shift."""
-    shift_cos, shift_sin = tl.cos(shift), tl.sin(shift)
-    return cos * shift_cos + sin * shift_sin, sin * shift_cos - cos * shift_sin
+    return cos * cos_shift + sin * sin_shift, sin * cos_shift - cos * sin_shift
 
 
 @triton.jit
@@ -42,9 +43,10 @@ def polar_query(polar, q, b, g, groups, first, R: tl.constexpr, BLOCK_M: tl.cons
     channels = tl.arange(0, BLOCK_D)[None, :]
     cos = tl.load(polar.cos_q + b * polar.batch_q + channels, mask=channels < R, other=1.0).to(tl.float32)
     sin = tl.load(polar.sin_q + b * polar.batch_q + channels, mask=channels < R, other=0.0).to(tl.float32)
-    if polar.shift is not None:
-        shift = load(polar.shift + g * groups * R, R, first, groups, 0.0, R, BLOCK_M, BLOCK_D, False)
-        cos, sin = subtract_phase(cos, sin, shift)
+    if polar.cos_shift is not None:
+        cos_shift = load(polar.cos_shift + g * groups * R, R, first, groups, 1.0, R, BLOCK_M, BLOCK_D, False)
+        sin_shift = load(polar.sin_shift + g * groups * R, R, first, groups, 0.0, R, BLOCK_M, BLOCK_D, False)
+        cos, sin = subtract_phase(cos, sin, cos_shift, sin_shift)
     imaginary = (q.to(tl.float32) * sin).to(q.dtype)
     return (q.to(tl.float32) * cos).to(q.dtype), imaginary
 
@@ -61,10 +63,15 @@ def polar_products(
     return dot(imaginary, tl.trans((k.to(tl.float32) * sin).to(k.dtype)), scores, PRECISION)
 
 
+def shift_tables(shift: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
+    """Returns cosines and sines of the shift, (H, R), as the kernels take them."""
+    return (None, None) if shift is None else (shift.cos().contiguous(), shift.sin().contiguous())
+
+
 def polar_argument(
     cos_q: torch.Tensor, sin_q: torch.Tensor, cos_k: torch.Tensor, sin_k: torch.Tensor, shift: torch.Tensor | None
 ) -> Polar:
     """Returns the tensors of `Polar` as an argument of a kernel."""
     cos_q, sin_q, cos_k, sin_k = (table.contiguous() for table in (cos_q, sin_q, cos_k, sin_k))
     batch_q, batch_k = (0 if table.shape[0] == 1 else table.stride(0) for table in (cos_q, cos_k))
-    return Polar(cos_q, sin_q, cos_k, sin_k, None if shift is None else shift.contiguous(), batch_q, batch_k)
+    return Polar(cos_q, sin_q, cos_k, sin_k, *shift_tables(shift), batch_q, batch_k)

@@ -26,7 +26,7 @@ from .kernel_flash import (
 )
 from .kernel_launch import Tiles, block_width, heads, launch, load, pointer, tl, triton
 from .kernel_operator import Operator
-from .kernel_polar import subtract_phase
+from .kernel_polar import shift_tables, subtract_phase
 
 # Memory of the pairs that are made at once: as much as the query, and at least so many bytes.
 SCRATCH_BYTES = 64 << 20
@@ -34,7 +34,7 @@ SCRATCH_BYTES = 64 << 20
 
 @triton.jit(do_not_specialize=["H", "T"])
 def turn_kernel(
-    features, turned, grad_features, grad_shift, cos, sin, shift, table_batch, H, T,
+    features, turned, grad_features, grad_shift, cos, sin, cos_shift, sin_shift, table_batch, H, T,
     BACKWARD: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -53,8 +53,11 @@ def turn_kernel(
     mu = mu.to(tl.float32)
     cos = load(cos + b * table_batch, R, start, T, 1.0, R, BLOCK_M, BLOCK_D, False).to(tl.float32)
     sin = load(sin + b * table_batch, R, start, T, 0.0, R, BLOCK_M, BLOCK_D, False).to(tl.float32)
-    if shift is not None:
-        cos, sin = subtract_phase(cos, sin, tl.load(shift + member % H * R + channels, mask=channels < R, other=0.0))
+    if cos_shift is not None:
+        of_head = member % H * R + channels
+        head_cos = tl.load(cos_shift + of_head, mask=channels < R, other=1.0)
+        head_sin = tl.load(sin_shift + of_head, mask=channels < R, other=0.0)
+        cos, sin = subtract_phase(cos, sin, head_cos, head_sin)
     # The plain channels follow the sine parts of the R others.
     first = turned + (member * T + rows) * (D + R) + channels
     second = first + R
@@ -78,9 +81,12 @@ _TURN = Tiles(32, 16)
 
 
 def _turn(
-    features: torch.Tensor, phases: tuple[torch.Tensor, ...], shift: Any, *, grad: torch.Tensor | None = None
-) -> Any:
-    """Returns (B, H, T, W) for features (B, H, T, D), phases (cos, sin), each (B, T, R), and shift (H, R) or None.
+    features: torch.Tensor, phases: tuple[torch.Tensor, ...], shift: tuple[Any, Any], *,
+    grad: torch.Tensor | None = None,
+) -> Any:  # fmt: skip
+    """Returns (B, H, T, W) for features (B, H, T, D), phases (cos, sin), each (B, T, R), and those of the shift.
+
+    Cosines and sines of the shift are (H, R) each, or None.
 
     Or, if its gradient is given, the gradients of features and of shift.
     """
@@ -91,12 +97,12 @@ def _turn(
         turned = features.new_empty(B, H, T, D + R)
     else:
         grad_features = features.new_empty(features.shape)
-        parts = None if shift is None else features.new_empty(B, H, blocks, R, dtype=torch.float32)
+        parts = None if shift[0] is None else features.new_empty(B, H, blocks, R, dtype=torch.float32)
     launch(
         turn_kernel,
         (blocks * B * H,),
         [_TURN],
-        (heads(features), turned, grad_features, parts, cos, sin, shift, cos.stride(0), H, T),
+        (heads(features), turned, grad_features, parts, cos, sin, *shift, cos.stride(0), H, T),
         {"BACKWARD": grad is not None, "D": D, "R": R, "BLOCK_D": block_width(D)},
     )
     return turned if grad is None else (grad_features, None if parts is None else parts.sum((0, 2)))
@@ -115,6 +121,7 @@ def _parts(tensors: Sequence[Any], dropout: float) -> Iterator[tuple[Any, ...]]:
     budget = max(SCRATCH_BYTES, query.numel() * query.element_size())
     most = max(1, budget // (2 * (n * Q + K) * D * query.element_size()))
     entries, groups = (most // G, G) if most >= G else (1, most)
+    shifts = shift_tables(shift)
     tables = [table.contiguous().expand(B, -1, -1) for table in phases]
     for first in range(0, max(1, B), entries):
         batch = slice(first, first + entries)
@@ -127,8 +134,8 @@ def _parts(tensors: Sequence[Any], dropout: float) -> Iterator[tuple[Any, ...]]:
             yield (
                 (batch, queries),
                 (batch, keys),
-                (query[batch, queries], (cos_q, sin_q), None if shift is None else shift[queries].contiguous()),
-                (key[batch, keys], (cos_k, sin_k), None),
+                (query[batch, queries], (cos_q, sin_q), tuple(None if one is None else one[queries] for one in shifts)),
+                (key[batch, keys], (cos_k, sin_k), (None, None)),
                 value[batch, keys],
                 {"key_ranges": visible, "dropout": dropout_arguments(own_seed, dropout)},
             )

@@ -172,6 +172,7 @@ class PositionEncoding(nn.Module):
             `blockwise` attention have them), "mask" (only which are masked: `sdpa` too), "nothing" (`flex_attention`
             too).
         block_bias: the bias with a gradient written by hand, a `BlockBias` of `attention_blockwise`, or None.
+        deterministic_kernel: False if the gradients of its kernel are not deterministic.
         softmax: False if `attend` always replaces softmax attention.
         code: name and text of a file from outside of this package, which is saved with models, or None.
     """
@@ -182,6 +183,7 @@ class PositionEncoding(nn.Module):
     parameters_class: ClassVar[type[Parameters]] = Parameters
     bias_reads: ClassVar[Literal["content", "mask", "nothing"]] = "content"
     block_bias: Any = None
+    deterministic_kernel: ClassVar[bool] = True
     softmax: ClassVar[bool] = True
     code: ClassVar[tuple[str, str] | None] = None
 

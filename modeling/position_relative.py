@@ -147,6 +147,8 @@ class RelativePosition(PositionEncoding):
     parameters_class = RelativeParameters
     bias_reads = "nothing"
     block_bias = RelativeBias
+    # Gradients of keys of the same position are added in any order.
+    deterministic_kernel = False
 
     @classmethod
     def shared(cls, config: Any, parameters: RelativeParameters) -> SharedTable:

@@ -493,6 +493,28 @@ def test_auto_on_a_gpu_goes_to_pytorch_where_kernels_can_not(family, encoding, o
     assert len(on_gpu) == 1
 
 
+@pytest.mark.parametrize("encoding", slow_but(["relative"], ["relative", "cope+relative"]))
+def test_relative_positions_where_operations_must_be_deterministic(encoding, on_gpu):
+    """`triton` refuses to train, `auto` takes PyTorch's operations; both decode and evaluate by the kernel."""
+    ids, model = tokens(2, 21), build(encoding, None)
+    torch.use_deterministic_algorithms(True)
+    try:
+        found = results(model, None, input_ids=ids)
+        assert not on_gpu
+        with torch.no_grad():
+            model(ids)
+        assert len(on_gpu) == 1
+        model.set_attn_implementation("triton")
+        with torch.no_grad():
+            model(ids)
+        with pytest.raises(ValueError, match=r"algorithms\(True\) in training with 'relative'; allowed"):
+            model(ids)
+        model.set_attn_implementation("eager")
+        all_close(found, results(model, None, input_ids=ids))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_auto_is_never_the_interpreter(monkeypatch):
     monkeypatch.setattr(attention_triton, "runs_on", lambda device: True)
     assert not attention_triton.runs_by_default(torch.device("cpu"))

@@ -125,6 +125,14 @@ def test_operator(rows):
         check_operator(operator.decode, [*states, None, None, table], others, 0.25, 0.0)
 
 
+def test_gradient_where_operations_must_be_deterministic():
+    states, positions = inputs(5, 9, 4), torch.arange(9)[None]
+    out = plain_attention(*states[:3], relative=(states[3], positions[:, 4:], positions), scaling=0.25)
+    torch.use_deterministic_algorithms(True)
+    with pytest.raises(ValueError, match=r"use_deterministic_algorithms.*allowed: False"):
+        out.sum().backward()
+
+
 def test_bad_inputs():
     query, key, value, table = inputs(5, 9, 4)
     rows, keys = torch.arange(4, 9)[None], torch.arange(9)[None]
