@@ -885,7 +885,8 @@ def _empty(tensors: Sequence[Any]) -> list[torch.Tensor]:
     B, H, Q, D = tensors[0].shape
     out, per_row = empty_results(tensors)
     counts = torch.empty_like(per_row, dtype=torch.int64)
-    rows = _window_tiles(D, tensors[0].dtype, tensors[4] is not None).forward[0].rows
+    # Gates of their own do not change the rows; what is None may be missing here.
+    rows = _window_tiles(D, tensors[0].dtype, False).forward[0].rows
     blocks = per_row.new_empty((B, H, -(-Q // rows)), dtype=torch.int32)
     return [out, *map(torch.empty_like, (per_row, blocks, blocks, counts, per_row))]
 
