@@ -12,6 +12,7 @@ import torch
 pytest.importorskip("accelerate", reason='needs pip install "whatwhere[train]"')
 
 import whatwhere_cli as cli
+import whatwhere_cli.reproduce
 from whatwhere.scripts.commands import card as cards
 from whatwhere.scripts.commands import reproduce as script
 from whatwhere.scripts.data.corpora import CORPORA
@@ -825,6 +826,7 @@ tables:
 def test_lengths_are_measured_after_training(tmp_path, monkeypatch, capsys):
     (tmp_path / "tables.yaml").write_text(OWN)
     monkeypatch.setitem(TABLES, "tiny", load_tables(tmp_path / "tables.yaml")["tiny"])
+    monkeypatch.setitem(whatwhere_cli.reproduce.OWN, "tiny", "a table of this test")
     (tmp_path / "data" / "pg19" / "test").mkdir(parents=True)
     for index in range(3):
         (tmp_path / "data" / "pg19" / "test" / f"{index}.txt").write_text("it was a dark and stormy night; " * 8)
