@@ -826,7 +826,7 @@ tables:
 def test_lengths_are_measured_after_training(tmp_path, monkeypatch, capsys):
     (tmp_path / "tables.yaml").write_text(OWN)
     monkeypatch.setitem(TABLES, "tiny", load_tables(tmp_path / "tables.yaml")["tiny"])
-    monkeypatch.setitem(whatwhere_cli.reproduce.OWN, "tiny", "a table of this test")
+    monkeypatch.setattr(whatwhere_cli.reproduce, "read_yaml", lambda _: {"tables": {"tiny": {"title": "of this test"}}})
     (tmp_path / "data" / "pg19" / "test").mkdir(parents=True)
     for index in range(3):
         (tmp_path / "data" / "pg19" / "test" / f"{index}.txt").write_text("it was a dark and stormy night; " * 8)
