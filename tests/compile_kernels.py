@@ -136,39 +136,26 @@ class Known:
     variants: tuple[str, ...]
 
 
-_ZEROS = "an accumulator begins with zeros, and the first loop over keys can be empty"
-_REGISTERS = "more values than 255 registers hold, and smaller tiles have less work for each byte that is read"
+_REGISTERS = "tiles are chosen for sm_90: products of Ampere have their operands in registers"
 EXCEPTIONS = (
-    Known(
-        "C7515",
-        _ZEROS,
-        ("sm_90",),
-        tuple(
-            f"{kernel} {name} bfloat16 D={width}"
-            for kernel in ("forward", "backward_rows")
-            for name in ("plain", "pope", "fox")
-            for width in (64, 128)
-        ),
-    ),
-    Known("C7519", _ZEROS, ("sm_90",), ("window_rows cope bfloat16 D=64 gates=separate_key",)),
     Known(
         "local memory",
         _REGISTERS,
         ("sm_80", "sm_89"),
         (
-            *("backward_rows cope bfloat16 D=128", "backward_rows plain bfloat16 D=128", "forward cope bfloat16 D=128"),
-            *("forward fox bfloat16 D=128", "forward plain bfloat16 D=128", "position_values cope bfloat16 D=128"),
-            *("window_columns cope bfloat16 D=128 gates", "window_forward cope bfloat16 D=64 gates"),
+            *(f"backward_columns {name} bfloat16 D=128" for name in ("cope", "fox", "plain")),
+            *(
+                "backward_rows cope bfloat16 D=128",
+                "backward_rows plain bfloat16 D=128",
+                "backward_rows pope bfloat16 D=64",
+            ),
+            *(f"forward {name} bfloat16 D=128" for name in ("cope", "fox", "plain")),
+            *("position_values cope bfloat16 D=128", "window_forward cope bfloat16 D=128"),
+            *("window_columns cope bfloat16 D=64", "window_columns cope bfloat16 D=128"),
         ),
     ),
-    Known("local memory", _REGISTERS, ("sm_80", "sm_90", "sm_100"), ("window_rows cope bfloat16 D=128 gates",)),
-    Known("local memory", _REGISTERS, ("sm_100",), ("window_columns cope bfloat16 D=64 gates",)),
-    Known(
-        "local memory",
-        _REGISTERS,
-        CODE_TARGETS,
-        ("window_rows cope bfloat16 D=64", "window_forward cope bfloat16 D=128"),
-    ),
+    Known("local memory", _REGISTERS, ("sm_80",), ("backward_rows pope bfloat16 D=128",)),
+    Known("local memory", _REGISTERS, ("sm_89",), ("backward_columns pope bfloat16 D=64",)),
 )
 
 # Kernel, arguments, constants, tiles.
