@@ -170,6 +170,10 @@ def test_a_folder_with_its_own_encoding_on_the_command_line(tmp_path, monkeypatc
     del registered["t5"]
     del sys.modules["t5_bias"]
     measured = ["length", "saved", "--windows", "8", "--validation-file", "text.txt", "--device", "cpu", "--output"]
+    assert "folder='saved' needs code" in refused("card", "saved")
+    assert "checkpoint='saved' needs code" in refused(
+        "convert", "saved", "--position-encoding", "rope", "--output", "c"
+    )
     said = refused(*measured, "out")
     assert "checkpoint='saved' needs code that is in the checkpoint" in said
     assert "--import FILE" in said
@@ -252,9 +256,31 @@ def test_beside_baselines_over_seeds(tmp_path, monkeypatch, capsys, registered):
     assert "| t5-seed0, mean of 2 seeds" in said
     assert "| rope-seed0, mean of 2 seeds" in said
     assert (tmp_path / "runs" / "comparison" / "curves.png").is_file()
+    assert "Next: whatwhere --import t5_bias.py length runs/t5-seed0" in said
+    assert cli.main(["compare", "runs"]) == 0
+    assert "| rope-seed0, mean of 2 seeds" in capsys.readouterr().out
     before = (tmp_path / "runs" / "t5-seed1" / "metrics.jsonl").stat().st_mtime_ns
     assert cli.main(command) == 0
     assert (tmp_path / "runs" / "t5-seed1" / "metrics.jsonl").stat().st_mtime_ns == before
+
+
+def test_mistakes_in_several_runs_are_found_first(tmp_path, monkeypatch, refuses):
+    monkeypatch.chdir(tmp_path)
+    write_texts(tmp_path)
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(recipe().resolved()))
+    train = ("tiny.yaml", "--data-dir", ".", "--output", "runs")
+    refuses(
+        "train",
+        [
+            (*train, "--encodings", "rope", "roep", "Did you mean 'rope'?"),
+            (*train, "--encodings", "rope", "rope", "one is given twice"),
+            (*train, "--seeds", "0", "--resume", "continues by itself"),
+            (*train, "--seeds", "0", "--set", "seed=1", "--set seed=... has no effect with --seeds"),
+            (*train, "--seed", "3", "Did you mean '--seeds'?"),
+            ("--import", "a.py", "--import FILE goes before the command"),
+        ],
+    )
+    assert not (tmp_path / "runs").exists()
 
 
 def test_the_command_needs_a_command():

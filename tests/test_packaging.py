@@ -9,6 +9,7 @@ import os
 import pathlib
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import zipfile
@@ -399,13 +400,14 @@ def test_the_list_of_commands_does_not_import_the_package():
 
 
 def test_closed_pipe():
-    read, write = os.pipe()
-    os.close(read)
-    # What the command `whatwhere` does; some packages print when the models are imported.
-    command = [sys.executable, "-c", "import sys, whatwhere_cli; sys.exit(whatwhere_cli.main([]))"]
-    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)
-    os.close(write)
-    assert (done.returncode, done.stderr) == (1, "")
+    for arguments, status in (([], 0), (["--version"], 128 + signal.SIGPIPE)):
+        read, write = os.pipe()
+        os.close(read)
+        # What the command `whatwhere` does; some packages print when the models are imported.
+        command = [sys.executable, "-c", f"import sys, whatwhere_cli; sys.exit(whatwhere_cli.main({arguments}))"]
+        done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)
+        os.close(write)
+        assert (done.returncode, done.stderr) == (status, "")
 
 
 def test_newest_tested_transformers():

@@ -23,7 +23,7 @@ from ...model_card import (
 )
 from ..conversion.record import conversion_of
 from ..errors import Refused
-from ..evaluation.checkpoints import checked_loading
+from ..evaluation.checkpoints import checked_loading, own_code
 from ..evaluation.curves import curves_figure
 from ..evaluation.data_description import curves_title, loss_unit, measured_text
 from ..evaluation.figures import save_png
@@ -71,6 +71,8 @@ def write_card(folder: str | pathlib.Path, *, name: str | None = None, licence: 
         raise ValueError(
             f"folder={str(folder)!r} is not valid: its model_type {config.model_type!r} is not one of this package."
         )
+    if not hasattr(config, "encoding_names"):
+        raise own_code(str(folder), "folder")
     path, (old, mark) = folder / "README.md", replaced_card(folder)
     if old is not None and mark is None and is_of_trainer(old):
         if name is not None:

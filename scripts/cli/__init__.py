@@ -9,6 +9,7 @@ import importlib
 import importlib.metadata
 import io
 import os
+import signal
 import sys
 
 # Group, name, what it does, example, module. Each module has `main(arguments)`, which returns an exit status or None.
@@ -37,6 +38,7 @@ COMMANDS = (
     ("kernels", "gpu-check", "check the kernels on a GPU, then time them", "--output gpu", "commands.gpu_check"),
     ("kernels", "kernel-hub", "the kernels for Hugging Face's Kernel Hub", "attention --build", "commands.kernel_hub"),
 )
+_HELP = ("-h", "--help", "help")
 _MODULES = {name: module for _, name, _, _, module in COMMANDS}
 
 
@@ -63,19 +65,25 @@ def main(arguments: list[str] | None = None) -> int:
         # A terminal or a pipe that lacks a character must not fail a command whose work is done.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+    arguments = sys.argv[1:] if arguments is None else arguments
     try:
         try:
-            return _run(sys.argv[1:] if arguments is None else arguments)
+            return _run(arguments)
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
         # The reader closed the pipe, as `head` does. Without this, Python prints a traceback when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        # Help is complete without its end; else the status of a process that a closed pipe stops.
+        return 0 if not arguments or arguments[0] in _HELP else 128 + getattr(signal, "SIGPIPE", 13)
+    except KeyboardInterrupt:
+        # While libraries are imported; a command itself says how to go on.
+        print("interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
 def _run(arguments: list[str]) -> int:
-    if not arguments or arguments[0] in ("-h", "--help", "help"):
+    if not arguments or arguments[0] in _HELP:
         print(help_text())
         return 0
     files: list[str] = []
@@ -92,6 +100,8 @@ def _run(arguments: list[str]) -> int:
         near = difflib.get_close_matches(name.lower(), _MODULES, n=1)
         meant = f"Did you mean {near[0]!r}? " if near else ""
         sys.exit(f"error: command={name!r} is not valid. {meant}Allowed: {', '.join(map(repr, sorted(_MODULES)))}.")
+    if "--import" in rest:
+        sys.exit(f"error: --import FILE goes before the command, as in: whatwhere --import my_bias.py {name} ...")
     # Before the package is imported: mistakes are found, and help is printed, at once.
     try:
         importlib.import_module(f"whatwhere_cli.{name.replace('-', '_')}").parser().parse_args(rest)

@@ -25,5 +25,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _check(options: argparse.Namespace) -> None:
-    if len(options.folders) < 2:
+    # One folder may have several runs, if it is none itself.
+    folder = pathlib.Path(options.folders[0])
+    if len(options.folders) < 2 and (not folder.is_dir() or any(folder.glob("*.json"))):
         raise argparse.ArgumentTypeError("give at least two folders.")

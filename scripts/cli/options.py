@@ -19,7 +19,8 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, *, check: Check | None = None, **options: Any) -> None:
-        super().__init__(**options)
+        # In full: `--seed` is not short for `--seeds`.
+        super().__init__(allow_abbrev=False, **options)
         self.check = check
         self._given: list[str] = []
 
@@ -43,8 +44,7 @@ class Parser(argparse.ArgumentParser):
         own = list(self._all_options())
         for word, following in zip(self._given, [*self._given[1:], "..."]):
             name, _, value = word.partition("=")
-            # An option may be abbreviated.
-            if not name.startswith("--") or any(option.startswith(name) for option in own):
+            if not name.startswith("--") or name in own:
                 continue
             near = difflib.get_close_matches(name, own, n=1, cutoff=0.8)
             if not near and "--set" in own:

@@ -25,8 +25,11 @@ def _check(options: argparse.Namespace) -> None:
     check_recipe(options)
     for name in ("encodings", "seeds"):
         given = getattr(options, name)
-        if given and (options.recipe is None or is_resumed(options)):
+        if given and (options.recipe is None or (is_resumed(options) and options.resume != "auto")):
             raise argparse.ArgumentTypeError(f"--{name} continues by itself: give it with a RECIPE, without --resume.")
+        key = {"encodings": "model.position_encoding", "seeds": "seed"}[name]
+        if given and any(one.partition("=")[0].strip() == key for one in options.set):
+            raise argparse.ArgumentTypeError(f"--set {key}=... has no effect with --{name}: give one of them.")
         if given and len(set(given)) < len(given):
             raise argparse.ArgumentTypeError(f"--{name} {' '.join(map(str, given))} is not valid: one is given twice.")
 

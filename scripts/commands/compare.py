@@ -304,12 +304,23 @@ def lengths_over_seeds(
     return rows if len(rows) > 1 else []
 
 
+def runs_in(folder: str) -> list[str]:
+    """Returns a folder, or the runs in the folder of `whatwhere train --encodings`."""
+    path = pathlib.Path(folder)
+    if not path.is_dir() or [*path.glob("*.json")] or [*path.glob("*.yaml")]:
+        return [folder]
+    return [str(one) for one in sorted(path.iterdir()) if (one / "results.json").is_file()] or [folder]
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line."""
     options = parser().parse_args(arguments)
     if options.output:
         check_writable(options.output)
     shared = {path.stem: read_json(path) for path in options.results}
+    options.folders = [one for folder in options.folders for one in runs_in(folder)]
+    if len(options.folders) < 2:
+        raise ValueError("give at least two folders.")
     names = names_of(options.folders)
     runs = [read_run(pathlib.Path(folder), name, shared) for folder, name in zip(options.folders, names)]
     for stem, content in shared.items():

@@ -3,6 +3,7 @@
 import argparse
 import itertools
 import os
+import shlex
 import sys
 from pathlib import Path
 
@@ -42,8 +43,9 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _several(options: argparse.Namespace, arguments: list[str]) -> None:
     """Trains each encoding with each seed, and compares the runs; those that are finished stay as they are."""
-    from ..errors import Interrupted
+    from ..errors import Interrupted, program
     from ..processes import is_first_process
+    from ..training.model import build_config
     from .compare import main as compare
 
     output = Path(options.output or os.path.join("runs", recipe_of(options).name))
@@ -52,16 +54,23 @@ def _several(options: argparse.Namespace, arguments: list[str]) -> None:
         if given := getattr(options, name):
             own += [f"--{name.replace('_', '-')}", *given]
     own += [] if options.data_dir is None else ["--data-dir", options.data_dir]
-    folders = []
+    runs = {}
     for encoding, seed in itertools.product(options.encodings or [None], options.seeds or [None]):
         sets = {"model.position_encoding": encoding, "seed": seed}
         chosen = [word for key, value in sets.items() if value is not None for word in ("--set", f"{key}={value}")]
         name = "-".join([*([encoding] if encoding else []), *([] if seed is None else [f"seed{seed}"])])
-        folders.append(str(output / name))
+        runs[str(output / name)] = [*own, *chosen]
+    # A mistake in the last of them is found before the first is trained.
+    for run in runs.values():
+        build_config(recipe_of(parser().parse_args(run)))
+    for number, (folder, run) in enumerate(runs.items(), 1):
+        if is_first_process():
+            print(f"{folder} ({number} of {len(runs)})", file=sys.stderr)
         try:
-            main([*own, *chosen, "--output", folders[-1]])
+            main([*run, "--output", folder])
         except Interrupted as stop:
             stop.arguments = arguments
             raise
-    if len(folders) > 1 and is_first_process():
-        compare([*folders, "--output", str(output / "comparison")])
+    if len(runs) > 1 and is_first_process():
+        compare([*runs, "--output", str(output / "comparison")])
+        print(f"Next: {shlex.join([*program(), 'length', *runs, '--output', str(output / 'comparison')])}")

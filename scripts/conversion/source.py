@@ -18,7 +18,7 @@ from transformers.utils import cached_file, logging
 
 from whatwhere import WhatWhereLlamaConfig, WhatWhereLlamaForCausalLM
 
-from ..evaluation.checkpoints import checked_loading
+from ..evaluation.checkpoints import checked_loading, own_code
 from ..families import FAMILIES, model_class
 from .record import card_metadata
 
@@ -73,6 +73,8 @@ def _load_stock(source: str) -> Any:
     if not getattr(config, "is_causal", True):
         raise ValueError(f"checkpoint={source!r} is not valid: is_causal={config.is_causal!r}. Allowed: True.")
     if (own := model_class(config)) is not None:
+        if config.model_type.startswith("whatwhere_") and not hasattr(config, "encoding_names"):
+            raise own_code(source)
         return _load(own, source, dtype="auto")
     if config.model_type not in CONVERTED:
         kinds = ", ".join(map(repr, (*FAMILIES, *(f"whatwhere_{name}" for name in FAMILIES), *CONVERTED)))

@@ -132,6 +132,15 @@ def _nearest_folder(checkpoint: str) -> str:
     return f" Did you mean {str(found)!r}?"
 
 
+def own_code(checkpoint: str, field: str = "checkpoint") -> ValueError:
+    """Returns the error for a checkpoint whose position encoding only its own code has."""
+    return ValueError(
+        f"{field}={checkpoint!r} needs code that is in the checkpoint. Read it; then import the file of its position "
+        "encoding, `whatwhere --import FILE COMMAND`, or let all of its code run, with --trust-remote-code, where the "
+        "command has this option."
+    )
+
+
 @contextlib.contextmanager
 def checked_loading(checkpoint: str, field: str = "checkpoint") -> Iterator[None]:
     """Turns the errors of loading a checkpoint into ValueErrors that name it and the field that it comes from."""
@@ -150,11 +159,7 @@ def checked_loading(checkpoint: str, field: str = "checkpoint") -> Iterator[None
                 "with --lora --merge)."
             ) from error
         if "`trust_remote_code=True`" in str(error):
-            raise ValueError(
-                f"{field}={checkpoint!r} needs code that is in the checkpoint. Read it; then import the file of its "
-                "position encoding, `whatwhere --import FILE COMMAND`, or let all of its code run, with "
-                "--trust-remote-code, where the command has this option."
-            ) from error
+            raise own_code(checkpoint, field) from error
         where, meant = "", ""
         if not folder.exists():
             where, meant = (
