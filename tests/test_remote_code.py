@@ -187,7 +187,15 @@ def test_clean_process_and_saved_again(tmp_path, cases, processes):
         check(model, found)
 
 
-KERNELS = {"attention_triton", "kernel_flash", "kernel_launch", "kernel_operator", "kernel_bias", "kernel_polar"}
+KERNELS = {
+    "attention_sdpa",
+    "attention_triton",
+    "kernel_flash",
+    "kernel_launch",
+    "kernel_operator",
+    "kernel_bias",
+    "kernel_polar",
+}
 KERNELS |= {"kernel_logits"}
 # What a saved folder has beside the files that all have.
 NEEDED = {
