@@ -74,4 +74,5 @@ def polar_argument(
     """Returns the tensors of `Polar` as an argument of a kernel."""
     cos_q, sin_q, cos_k, sin_k = (table.contiguous() for table in (cos_q, sin_q, cos_k, sin_k))
     batch_q, batch_k = (0 if table.shape[0] == 1 else table.stride(0) for table in (cos_q, cos_k))
-    return Polar(cos_q, sin_q, cos_k, sin_k, *shift_tables(shift), batch_q, batch_k)
+    cos_shift, sin_shift = shift_tables(shift)
+    return Polar(cos_q, sin_q, cos_k, sin_k, cos_shift, sin_shift, batch_q, batch_k)
