@@ -384,7 +384,11 @@ class WhatWhereConfig(PreTrainedConfig):
         """
         if cls._is_of_own_code(config_dict, kwargs):
             # `AutoModelForCausalLM` runs the folder's code for a class that it does not know, if it is trusted.
-            own: Any = type(cls.__name__, (PreTrainedConfig,), {"model_type": cls.model_type, "__module__": __name__})
+            fields = {key: kwargs.pop(key) for key in cls.field_names() & kwargs.keys() - _BASE_KEYWORDS}
+            config_dict = {**config_dict, **fields}
+            # The base class drops some fields.
+            known = {"model_type": cls.model_type, "__module__": __name__, "file_fields": config_dict}
+            own: Any = type(cls.__name__, (PreTrainedConfig,), known)
             return own.from_dict(config_dict, **kwargs)
         config_dict = {"_weights_version": 1, **cls._translate(config_dict)}
         names = cls.field_names() | set(GenerationConfig().to_dict())

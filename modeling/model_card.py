@@ -163,6 +163,12 @@ def origin_of(source: str | pathlib.Path, origin: Mapping[str, Any] | None) -> d
     return {**found, **stated} or None
 
 
+def known_origin(config: Any) -> dict[str, Any]:
+    """Returns `config.origin` for a card; what is none of its metadata, in a file of somebody else, is left out."""
+    origin = config.origin or {}
+    return {key: origin[key] for key in ORIGIN_KEYS if isinstance(origin.get(key), (str, list))}
+
+
 def base_links(names: Any) -> str:
     """Returns the value of `base_model` in a card's metadata for readers, with links to the Hub."""
     names = [names] if isinstance(names, str) else names
@@ -240,7 +246,7 @@ def is_of_trainer(card: ModelCard) -> bool:
 
 def card_data(config: Any, **more: Any) -> ModelCardData:
     """Returns the metadata of a card: what the configuration says, and `more`."""
-    about = {"library_name": "transformers", "pipeline_tag": card_head(config)[1], **(config.origin or {})}
+    about = {"library_name": "transformers", "pipeline_tag": card_head(config)[1], **known_origin(config)}
     return ModelCardData(**{**about, "tags": card_tags(config), **more})
 
 
@@ -337,7 +343,7 @@ def card_text(
     first = f"{kind} the position encoding `{encoding_text(config.position_encoding)}`{summary}"
     blocks = [f"\n# {plain(name)}", first, *results, f"```python\n{code or loading_code(config, name)}\n```", *notes]
     content: dict[str, Sequence[str]] = {"Model": [model_table(config)], **(sections or {})}
-    origin = config.origin or {}
+    origin = known_origin(config)
     if "base_model" in origin:
         content.setdefault("Training", [f"The weights were made from {base_links(origin['base_model'])}."])
     licence = origin.get("license_name") or origin.get("license")

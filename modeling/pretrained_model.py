@@ -19,7 +19,7 @@ from .attention_choice import choose_implementation, supported_implementations
 from .attention_engine import batch_dependence
 from .model_card import PIPELINES, card_tags, complete_card, origin_of
 from .position_plan import check
-from .position_registry import PARTS
+from .position_registry import PARTS, POSITION_ENCODINGS
 from .saved_code import code_files, reduce_code
 
 logger = logging.get_logger(__name__)
@@ -32,7 +32,7 @@ NEWEST_TESTED = "5.24"
 _CHANGEABLE = {
     *("attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "initializer_range", "pretraining_tp"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "use_cache"),
-    *("attention_weights", "reorder_and_upcast_attn", "tie_word_embeddings"),
+    *("intermediate_size", "n_inner", "reorder_and_upcast_attn", "tie_word_embeddings"),
     *("max_position_embeddings", "n_positions", "num_hidden_layers", "n_layer", "origin", "vocab_size"),
 }
 
@@ -79,6 +79,7 @@ class WhatWherePreTrainedModel(PreTrainedModel):
         self._supports_sdpa, self._supports_flash_attn = "sdpa" in supported, "flash_attention_2" in supported
         super().__init__(config, *inputs, **kwargs)
         self._built_with = _fixed_fields(config)
+        self._built_layers = config.num_hidden_layers
         ours = self._decoder_class and type(config).__name__ == self._decoder_class.config_class.__name__
         if ours and type(config) not in transformers.AutoModel._model_mapping:
             # Heads look their decoder up by the class of the configuration, of which there can be another copy.
@@ -138,7 +139,9 @@ class WhatWherePreTrainedModel(PreTrainedModel):
         config_class: Any = cls.config_class
         if given is not None and type(given).__name__ == config_class.__name__ and not hasattr(given, "encoding_names"):
             # The package read the configuration, but does not have the encoding (`WhatWhereConfig.from_dict`).
-            kwargs["config"] = config_class.from_dict(given.to_dict(), _name_or_path=given._name_or_path)
+            fields = {**given.file_fields, **given.to_dict()}
+            kwargs["config"] = config_class.from_dict(fields, _name_or_path=given._name_or_path)
+            kwargs["config"]._attn_implementation = given._attn_implementation
         upgrade = None
         if "older_weights" in PARTS:
             upgrade = PARTS["older_weights"](cls.config_class, pretrained_model_name_or_path, kwargs)
@@ -150,6 +153,7 @@ class WhatWherePreTrainedModel(PreTrainedModel):
         model._weight_conversions = None
         model.config._weights_version = model.config.weights_version
         if pretrained_model_name_or_path is not None:
+            _check_code(pretrained_model_name_or_path, model.config)
             model.config.origin = origin_of(pretrained_model_name_or_path, model.config.origin)
         return loaded
 
@@ -172,6 +176,10 @@ class WhatWherePreTrainedModel(PreTrainedModel):
             finally:
                 self.__class__ = cls
         folder = pathlib.Path(save_directory)
+        if self.config.num_hidden_layers > self._built_layers:
+            raise ValueError(
+                f"num_hidden_layers={self.config.num_hidden_layers!r} is not valid: the model has {self._built_layers}."
+            )
         for name, value in _fixed_fields(self.config).items():
             if value != (built := self._built_with.get(name)):
                 raise ValueError(
@@ -229,6 +237,18 @@ class WhatWherePreTrainedModel(PreTrainedModel):
         return module.init_continuous_batching(self, supported, reason, *args, **kwargs)
 
 
+def _check_code(source: Any, config: Any) -> None:
+    """Raises ValueError if a folder has another file of an encoding than the one that was imported under its name."""
+    for name in config.encoding_names:
+        code = POSITION_ENCODINGS[name].code
+        file = pathlib.Path(source) / code[0] if code is not None else None
+        if file is not None and file.is_file() and file.read_text(encoding="utf-8") != code[1]:
+            raise ValueError(
+                f"{str(source)!r} has another {file.name} than the one that was imported as {name!r}. Load it in a "
+                "process of its own, with its own file."
+            )
+
+
 def _fixed_fields(config: Any) -> dict[str, Any]:
     """Returns the fields of a configuration that must not change after a model is built, as copies."""
     own = {field.name for field in dataclasses.fields(config)} - {
@@ -236,7 +256,7 @@ def _fixed_fields(config: Any) -> dict[str, Any]:
     }
     names = sorted({*own, "rope_parameters"} - _CHANGEABLE)
     fields = {name: copy.deepcopy(getattr(config, name, None)) for name in names}
-    if (fields["rope_parameters"] or {}).get("rope_type") == "dynamic":
+    if (fields["rope_parameters"] or {}).get("rope_type") in ("dynamic", "longrope"):
         # Its frequencies depend on the length.
         fields["max_position_embeddings"] = config.max_position_embeddings
     return fields

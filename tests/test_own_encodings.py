@@ -4,6 +4,7 @@ import dataclasses
 import os
 import pathlib
 import re
+import shutil
 import sys
 import types
 
@@ -92,6 +93,10 @@ for folder in ("model", "other", "again"):
     batched = model.generate_batch(ids.tolist(), max_new_tokens=6, do_sample=False)
     assert [one.generated_tokens for one in batched.values()] == [generated[0, 20:].tolist()]
     model.save_pretrained("again")
+for name, value in (("attn_implementation", "eager"), ("use_cache", False)):
+    options = {name: value, "trust_remote_code": True}
+    model = auto.from_pretrained("model", **options)
+    assert (model.config._attn_implementation if name[0] == "a" else model.config.use_cache) == value
 # The package's own models stay its own.
 config = whatwhere.WhatWhereLlamaConfig(
     vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
@@ -163,6 +168,7 @@ def test_a_model_loads_beside_the_package(tmp_path):
 def test_a_folder_with_its_own_encoding_on_the_command_line(tmp_path, monkeypatch, registered, refused):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    known = dict(registered)
     whatwhere.import_position_encodings(write(tmp_path, EXAMPLE, "t5_bias.py"))
     tiny_model("llama", "t5", vocab_size=257).save_pretrained("saved")
     build_tokenizer("bytes").save_pretrained("saved")
@@ -180,6 +186,26 @@ def test_a_folder_with_its_own_encoding_on_the_command_line(tmp_path, monkeypatc
     assert "--trust-remote-code" in said
     assert cli.main([*measured, "trusted", "--trust-remote-code"]) == 0
     assert cli.main(["--import", "saved/t5_bias.py", *measured, "imported"]) == 0
+    # Other code with the same weights is another measurement.
+    registered.clear()
+    registered.update(known)
+    sys.modules.pop("t5_bias")
+    shutil.copytree("saved", "changed")
+    changed = (
+        (tmp_path / "changed" / "t5_bias.py")
+        .read_text()
+        .replace("return heads[:, bucket]", "return 9 * heads[:, bucket]")
+    )
+    (tmp_path / "changed" / "t5_bias.py").write_text(changed)
+    again = ["length", "changed", *measured[2:]]
+    assert cli.main(["--import", "changed/t5_bias.py", *again, "changed_imported"]) == 0
+    cells = [
+        read_json(next((tmp_path / name).glob("length*.json")))["checkpoints"][0]["cells"]
+        for name in ("imported", "changed_imported")
+    ]
+    assert cells[0] != cells[1]
+    with pytest.raises(ValueError, match=r"'saved' has another t5_bias\.py than the one that was imported as 't5'"):
+        whatwhere.WhatWhereLlamaForCausalLM.from_pretrained("saved")
     found = [read_json(next((tmp_path / name).glob("length*.json"))) for name in ("trusted", "imported")]
     assert found[0]["checkpoints"][0]["cells"] == found[1]["checkpoints"][0]["cells"]
 

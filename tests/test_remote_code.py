@@ -388,7 +388,7 @@ def test_another_encoding_than_that_of_the_model_is_not_saved(tmp_path):
 FIXED = {
     "position_encoding_parameters": {"theta": 500.0},
     "hidden_size": 64,
-    "intermediate_size": 24,
+    "attention_weights": "hard",
     "num_attention_heads": 1,
     "num_key_value_heads": 4,
     "head_dim": 4,
@@ -416,9 +416,19 @@ def test_a_model_is_not_saved_as_another_one(name, value, tmp_path):
     assert not (tmp_path / "model").exists()
 
 
-@pytest.mark.parametrize("kind", ["default", "dynamic"])
+def test_layers_that_are_not_there_are_not_saved(tmp_path):
+    model = tiny_model("llama", "pope")
+    model.config.num_hidden_layers += 1
+    with pytest.raises(ValueError, match="num_hidden_layers=3 is not valid: the model has 2"):
+        model.save_pretrained(tmp_path / "model")
+
+
+@pytest.mark.parametrize("kind", ["default", "dynamic", "longrope"])
 def test_a_change_of_rope_is_not_saved(kind, tmp_path):
-    rope = {"rope_type": kind, "rope_theta": 10000.0, **({"factor": 2.0} if kind == "dynamic" else {})}
+    rope = {"rope_type": kind, "rope_theta": 10000.0}
+    rope |= {"default": {}, "dynamic": {"factor": 2.0}}.get(
+        kind, {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 24}
+    )
     model = tiny_model("llama", "rope", rope_parameters=rope)
     model.config.rope_parameters["rope_theta"] = 500.0
     with pytest.raises(ValueError, match="rope_parameters="):

@@ -19,6 +19,7 @@ from ...model_card import (
     card_head,
     card_tags,
     card_text,
+    known_origin,
     licence_text,
     loading_code,
     plain,
@@ -96,7 +97,7 @@ class Facts:
         folder = None if names else self.run.get("base_folder") or self.conversion.get("source")
         if folder:
             return _code_span(folder)
-        names = names or (not self.run and (self.config.origin or {}).get("base_model"))
+        names = names or (not self.run and known_origin(self.config).get("base_model"))
         return base_links(names) if names else ""
 
 
@@ -483,7 +484,7 @@ def _limitations(facts: Facts) -> Iterator[str]:
 def _known(facts: Facts) -> dict[str, Any]:
     """Returns the metadata of the base model and the licence: of a run, or of what the weights were made from."""
     if not facts.run:
-        return dict(facts.config.origin or {})
+        return known_origin(facts.config)
     known = {key: facts.run.get(key) for key in ("base_model", "license_name", "license_link")}
     return {**known, "license": licence_of(facts.run)}
 

@@ -35,7 +35,8 @@ def take_sample(folder: pathlib.Path, config: Any, data: Mapping[str, Any], prom
         inputs = tokenizer(prompt, return_tensors="pt")
         length = inputs["input_ids"].shape[1]
         tokens = min(tokens, config.max_position_embeddings - length)
-        if length == 0 or tokens < 1:
+        # A special token in the prompt, for which the model may have no embedding.
+        if length == 0 or tokens < 1 or inputs["input_ids"].max() >= config.vocab_size:
             return None
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
     device = choose_device()

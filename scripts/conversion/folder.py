@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig
 from transformers.utils import cached_file
 
-from whatwhere.model_card import weights_fingerprint
+from whatwhere.model_card import known_origin, weights_fingerprint
 from whatwhere.position_plan import check_name
 
 from ..data.prepared import file_sha256
@@ -67,7 +67,7 @@ def convert_folder(
     check_vocabulary(source, tokenizer, model.config)
     if rope_parameters is not None:
         fit_tokenizer(tokenizer, model)
-    origin = model.config.origin
+    origin = known_origin(model.config)
     if stock:
         model = stock_model(model)
     local, prompt = None, None

@@ -25,6 +25,7 @@ from torch import nn
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from ...model_card import weights_fingerprint
+from ...position_registry import POSITION_ENCODINGS
 from ..processes import ALONE, Processes, join
 from .results import read_json
 
@@ -198,6 +199,10 @@ class Loading:
         """Returns the SHA-256 of a checkpoint's configuration, and of the code that is loaded with it, if any."""
         fields = {key: value for key, value in config.to_dict().items() if key not in _IMMATERIAL}
         digest = hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode())
+        # Encodings from files of the user.
+        for name in getattr(config, "encoding_names", ()):
+            if (cls := POSITION_ENCODINGS.get(name)) is not None and cls.code is not None:
+                digest.update(cls.code[1].encode())
         own = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")
         if self.trust_remote_code and own:
             with checked_loading(checkpoint):
