@@ -240,9 +240,10 @@ class WhatWherePreTrainedModel(PreTrainedModel):
 def _check_code(source: Any, config: Any) -> None:
     """Raises ValueError if a folder has another file of an encoding than the one that was imported under its name."""
     for name in config.encoding_names:
-        code = POSITION_ENCODINGS[name].code
-        file = pathlib.Path(source) / code[0] if code is not None else None
-        if file is not None and file.is_file() and file.read_text(encoding="utf-8") != code[1]:
+        if (code := POSITION_ENCODINGS[name].code) is None:
+            continue
+        file = pathlib.Path(source) / code[0]
+        if file.is_file() and file.read_text(encoding="utf-8") != code[1]:
             raise ValueError(
                 f"{str(source)!r} has another {file.name} than the one that was imported as {name!r}. Load it in a "
                 "process of its own, with its own file."
