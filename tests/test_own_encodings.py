@@ -300,7 +300,7 @@ def test_mistakes_in_several_runs_are_found_first(tmp_path, monkeypatch, refuses
         [
             (*train, "--encodings", "rope", "roep", "Did you mean 'rope'?"),
             (*train, "--encodings", "rope", "rope", "one is given twice"),
-            (*train, "--seeds", "0", "--resume", "continues by itself"),
+            (*train, "--seeds", "0", "--resume", "it continues runs that are not finished"),
             (*train, "--seeds", "0", "--set", "seed=1", "--set seed=... has no effect with --seeds"),
             (*train, "--seed", "3", "Did you mean '--seeds'?"),
             ("--import", "a.py", "--import FILE goes before the command"),

@@ -26,7 +26,9 @@ def _check(options: argparse.Namespace) -> None:
     for name in ("encodings", "seeds"):
         given = getattr(options, name)
         if given and (options.recipe is None or (is_resumed(options) and options.resume != "auto")):
-            raise argparse.ArgumentTypeError(f"--{name} continues by itself: give it with a RECIPE, without --resume.")
+            raise argparse.ArgumentTypeError(
+                f"--{name} needs a RECIPE, and no --resume: it continues runs that are not finished."
+            )
         key = {"encodings": "model.position_encoding", "seeds": "seed"}[name]
         if given and any(one.partition("=")[0].strip() == key for one in options.set):
             raise argparse.ArgumentTypeError(f"--set {key}=... has no effect with --{name}: give one of them.")
