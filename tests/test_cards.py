@@ -656,6 +656,11 @@ def test_what_is_made_from_a_model_names_it(tmp_path):
     text = text_of(tmp_path / "tuned")
     assert "`cope`, made from [`someone/model`](https://huggingface.co/someone/model)." in text
     assert "Weights: other, as in the card of [`someone/model`]" in text
+    # Also if only the card that is replaced states it.
+    config = json.loads((tmp_path / "converted" / "config.json").read_text())
+    write_json(tmp_path / "converted" / "config.json", {**config, "origin": None})
+    command.main([str(tmp_path / "converted")])
+    assert ModelCard.load(tmp_path / "converted" / "README.md").data.base_model == "someone/model"
     # A licence that is changed by hand is kept.
     command.main([str(tmp_path / "tuned"), "--licence", "mit"])
     trained("tuned").save_pretrained(tmp_path / "by hand")

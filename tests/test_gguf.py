@@ -161,9 +161,11 @@ def test_a_file_is_no_source(tmp_path):
 
 def test_what_it_states_is_in_the_card(tmp_path):
     stated = [("add_license", "apache-2.0"), ("add_languages", ["en", "fr"]), ("add_base_model_count", 1)]
+    stated.append(("add_name", "A small model"))
     stated.append(("add_base_model_repo_url", 0, "https://huggingface.co/someone/model"))
     write(tmp_path / "source", settings=stated)
     output = str(tmp_path / "out")
     main([str(tmp_path / "source"), "--gguf-file", "m.gguf", "--position-encoding", "cope+rope", "--output", output])
     data = ModelCard.load(tmp_path / "out" / "README.md").data
+    assert "converted from `A small model`" in (tmp_path / "out" / "README.md").read_text()
     assert (data.license, data.language, data.base_model) == ("apache-2.0", ["en", "fr"], "someone/model")

@@ -19,6 +19,7 @@ from ...model_card import (
     given_metadata,
     is_of_trainer,
     is_template,
+    origin_of,
     read_card,
 )
 from ..conversion.record import conversion_of
@@ -73,6 +74,9 @@ def write_card(folder: str | pathlib.Path, *, name: str | None = None, licence: 
         )
     if not hasattr(config, "encoding_names"):
         raise own_code(str(folder), "folder")
+    if not is_adapter:
+        # Of the card that is replaced, where the configuration does not state it.
+        config.origin = origin_of(folder, config.origin)
     path, (old, mark) = folder / "README.md", replaced_card(folder)
     if old is not None and mark is None and is_of_trainer(old):
         if name is not None:

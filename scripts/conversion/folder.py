@@ -21,7 +21,7 @@ from ..evaluation.checkpoints import check_vocabulary, checked_loading
 from ..writing import check_writable, write_json, writing
 from .encoding import convert
 from .record import RECORD, prompt_of
-from .source import check_gguf, load_source
+from .source import check_gguf, gguf_name, load_source
 from .stock import stock_model, write_stock_card
 
 # In the output, until it is complete.
@@ -74,7 +74,8 @@ def convert_folder(
     if os.path.isdir(source):
         folder = Path(source).resolve()
         local = weights_fingerprint(folder) if gguf_file is None else file_sha256(folder / gguf_file)
-        prompt, source = prompt_of(folder), folder.name
+        name = None if gguf_file is None else gguf_name(str(folder / gguf_file))
+        prompt, source = prompt_of(folder), name or folder.name
     record: dict[str, Any] = {
         "source": source,
         "source_weights_sha256": local,

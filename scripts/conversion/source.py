@@ -140,6 +140,14 @@ def _load_gguf(source: str, gguf_file: str) -> Any:
     return model
 
 
+def gguf_name(path: str) -> str | None:
+    """Returns the name of the model that a GGUF file states, or None."""
+    import gguf
+
+    field = gguf.GGUFReader(path).fields.get("general.name")
+    return None if field is None else str(field.contents())
+
+
 def _gguf_metadata(path: str) -> dict[str, Any]:
     """Returns what a GGUF file states of a card's metadata: licence, languages and base model."""
     import gguf
