@@ -30,7 +30,7 @@ def check_name(name: Any) -> None:
         meant = next((one for one in known if {*one.split("+")} == {*str(name).split("+")}), name)
         raise ValueError(
             f"position_encoding={name!r} is not valid. {suggest(meant, known)} Register your own: "
-            "whatwhere.register_position_encoding, or `whatwhere --import FILE COMMAND`."
+            "whatwhere.register_position_encoding, `whatwhere --import FILE COMMAND`; for vLLM WHATWHERE_IMPORT=FILE."
         )
 
 

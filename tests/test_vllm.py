@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+from unittest import mock
 
 import pytest
 import torch
@@ -27,8 +28,10 @@ from whatwhere import (
     WhatWhereLlamaForCausalLM,
     WhatWhereLlamaForSequenceClassification,
     WhatWhereLlamaModel,
+    import_position_encodings,
     list_position_encodings,
 )
+from whatwhere.position_registry import POSITION_ENCODINGS
 from whatwhere.scripts.benchmark.serving import serve
 from whatwhere.scripts.data.tokenize import build_tokenizer
 
@@ -305,6 +308,21 @@ def test_another_version(runs):
     assert_equal(runs.found["another_version"], runs.expected["llama fox"])
     error = runs.found["another_interface"]["error"]
     assert re.search(r"vLLM 0\.\d+\.\d+\S* has another interface than vLLM 0\.1\.0", error), error
+
+
+def test_an_encoding_from_a_file(tmp_path):
+    """vLLM's processes import the files that a variable names, also one that was saved with a model."""
+    page = (pathlib.Path(__file__).parent.parent / "docs" / "own_encodings.md").read_text(encoding="utf-8")
+    (tmp_path / "t5_bias.py").write_text(re.findall(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)[0])
+    with mock.patch.dict(POSITION_ENCODINGS):
+        import_position_encodings(str(tmp_path / "t5_bias.py"))
+        model = build("llama", "t5", {})
+        model.save_pretrained(tmp_path / "model")
+        wanted = expected(model)
+    case = {"folder": str(tmp_path / "model"), "prompts": PROMPTS, "new_tokens": NEW, "max_model_len": LENGTH}
+    found = run(tmp_path, {"one": case}, WHATWHERE_IMPORT=str(tmp_path / "model" / "t5_bias.py"))
+    assert_equal(found["one"], wanted)
+    assert "for vLLM WHATWHERE_IMPORT=FILE" in run(tmp_path, {"one": case})["one"]["error"]
 
 
 def test_tensor_parallelism(tmp_path):
