@@ -1,5 +1,7 @@
 """The classes by which vLLM builds models of this package; see `vllm_plugin`."""
 
+import functools
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -21,6 +23,7 @@ logger = logging.get_logger(__name__)
 
 with interface():
     from vllm.model_executor.layers.attention import Attention
+    from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
     from vllm.model_executor.models.transformers import (
         TransformersEmbeddingModel,
         TransformersForCausalLM,
@@ -51,6 +54,9 @@ class _Served:
     def __init__(self: Any, *, vllm_config: Any, prefix: str = "") -> None:
         with interface():
             super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
+            for layer in self.modules():
+                if isinstance(layer, LinearBase) and not isinstance(layer.quant_method, UnquantizedLinearMethod):
+                    layer.quant_method.apply = functools.partial(_apply_to_rows, layer.quant_method.apply)
         self.is_loaded, self.first_prompt = False, None
 
     def load_weights(self: Any, weights: Any) -> set[str]:
@@ -135,6 +141,11 @@ class _Served:
                 prefix=maybe_prefix(prefix, f"model.{name}.attn"),
                 **options,
             )
+
+
+def _apply_to_rows(apply: Callable, layer: nn.Module, states: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
+    """Applies a quantised product to the rows of states (..., E): kernels for CPUs with AMX take two axes only."""
+    return apply(layer, states.flatten(0, -2), bias).unflatten(0, states.shape[:-1])
 
 
 def _native_width(config: Any, parts: list[Part]) -> int:
