@@ -166,7 +166,7 @@ tiles = {"falls back": [Tiles(256, 256, 8, 4), Tiles(32, 32, 4, 2)], "too large"
 listed = {}
 for name in tiles:
     listed[name] = [(product, arguments, {"WRONG": name == "wrong"}, tile) for tile in tiles[name]]
-compile_kernels.variants = lambda: listed
+compile_kernels.variants = lambda code: listed
 sys.exit(compile_kernels.main())
 """
 
