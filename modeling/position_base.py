@@ -20,7 +20,8 @@ from .validation import describe_type, matches_type, suggest
 class Parameters:
     """Base of an encoding's parameters: a frozen dataclass with a default for every field.
 
-    Fields are annotated with `bool`, `int`, `float`, `str`, `Literal` of strings, or a union of these with `None`.
+    Fields are annotated with `bool`, `int`, `float`, `str`, `Literal` of strings, a `list` of one of these, or a union
+    of these with `None`.
     """
 
     # A sentence that the error for an unknown key ends with.
@@ -64,7 +65,8 @@ def parse_parameters(cls: type[Parameters], values: dict, config: Any, field: st
             )
         if not matches_type(value, fields[key]):
             raise ValueError(f"{field}[{key!r}]={value!r} is not valid: it must be {describe_type(fields[key])}.")
-        if isinstance(value, float) and not abs(value) <= torch.finfo(torch.float32).max:
+        numbers = value if isinstance(value, list) else [value]
+        if any(isinstance(one, float) and not abs(one) <= torch.finfo(torch.float32).max for one in numbers):
             raise ValueError(f"{field}[{key!r}]={value!r} is not valid: it must be finite in float32.")
     parameters = cls(**values).resolve(config)
     for key, allowed in parameters.invalid(config):

@@ -24,6 +24,8 @@ class PoPEParameters(Parameters):
 
     Attributes:
         theta: the base of the frequencies theta_c = theta^(-(c - 1) / R), c = 1..R; > 1.
+        frequencies: the frequencies themselves, in radians per token, at least 0, one for each of the R polar channels.
+            Several channels may have the same one, as in a model that was converted from RoPE. None: those of `theta`.
         use_delta: learn a phase shift per query head and frequency (Eq. 5).
         delta_init: `"zeros"` (for length extrapolation) or `"uniform"` on [-2 pi, 0] (best in-distribution).
         magnitude: `"softplus"` (Eq. 3), or the ablations `"relu"` and `"identity"` (raw signed features).
@@ -33,6 +35,7 @@ class PoPEParameters(Parameters):
     """
 
     theta: float = 10000.0
+    frequencies: list[float] | None = None
     use_delta: bool = True
     delta_init: Literal["zeros", "uniform"] = "zeros"
     magnitude: Literal["softplus", "relu", "identity"] = "softplus"
@@ -44,6 +47,12 @@ class PoPEParameters(Parameters):
             yield "theta", "it must be greater than 1"
         if not 0 < self.partial_rotary_factor <= 1 or rotated_channels(config, self) < 1:
             yield "partial_rotary_factor", f"it must be in (0, 1] and leave at least one of {head_dim(config)} channels"
+        elif self.frequencies is not None:
+            polar = rotated_channels(config, self)
+            if len(self.frequencies) != polar or min(self.frequencies) < 0:
+                yield "frequencies", f"it must have {polar} numbers of at least 0, one for each polar channel"
+            if self.theta != type(self).theta:
+                yield "theta", "it has no effect beside frequencies; leave one of them out"
 
 
 # Maximum number of positions in a cached table of cosines and sines on a CPU (64 MiB at 64 channels).
@@ -58,12 +67,15 @@ def rotated_channels(config: Any, parameters: PoPEParameters) -> int:
     return int(head_dim(config) * parameters.partial_rotary_factor)
 
 
-def pope_frequencies(channels: int, theta: float, device: torch.device | None = None) -> torch.Tensor:
-    """Returns theta_c = theta^(-(c - 1) / R) for c = 1..R: float32 (R,), radians per token.
+def pope_frequencies(config: Any, parameters: PoPEParameters, device: torch.device | None = None) -> torch.Tensor:
+    """Returns the frequencies of the polar channels, by default theta^(-(c - 1) / R) for c = 1..R: float32 (R,).
 
-    The paper prints the exponent without its minus sign; all public code has it.
+    In radians per token. The paper prints the exponent without its minus sign; all public code has it.
     """
-    return theta ** (-torch.arange(channels, device=device, dtype=torch.float32) / channels)
+    if parameters.frequencies is not None:
+        return torch.tensor(parameters.frequencies, device=device, dtype=torch.float32)
+    channels = rotated_channels(config, parameters)
+    return parameters.theta ** (-torch.arange(channels, device=device, dtype=torch.float32) / channels)
 
 
 def fold(delta: torch.Tensor) -> torch.Tensor:
@@ -179,10 +191,12 @@ class PolarTables(nn.Module):
     On a CPU, those of the positions 0, 1, 2, ... are kept: in a decoding step they would cost as much as a layer.
     """
 
-    def __init__(self, channels: int, theta: float) -> None:
+    def __init__(self, config: Any, parameters: PoPEParameters) -> None:
         super().__init__()
-        self.channels, self.theta = channels, theta
-        # cos and sin, float32 (positions, R); depends on nothing but theta and R, which do not change.
+        self.config, self.parameters_ = config, parameters
+        # Given frequencies by device, float32 (R,): a copy in each forward pass could not be part of a CUDA graph.
+        self.given: dict[torch.device, torch.Tensor] = {}
+        # cos and sin, float32 (positions, R); depends on nothing but the frequencies, which do not change.
         self.kept: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def _of(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -205,9 +219,18 @@ class PolarTables(nn.Module):
 
     def _compute(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         with torch.autocast(positions.device.type, enabled=False):
-            frequencies = pope_frequencies(self.channels, self.theta, positions.device)
-            phases = positions[..., None].float() * frequencies
+            phases = positions[..., None].float() * self.frequencies(positions)
             return phases.cos(), phases.sin()
+
+    def frequencies(self, positions: torch.Tensor) -> torch.Tensor:
+        """Returns the frequencies of the polar channels, float32 (R,), on the device of the positions."""
+        device = positions.device
+        if self.parameters_.frequencies is None or not readable(positions):
+            return pope_frequencies(self.config, self.parameters_, device)
+        if device not in self.given:
+            with torch.inference_mode(False):
+                self.given[device] = pope_frequencies(self.config, self.parameters_, device)
+        return self.given[device]
 
     def forward(self, hidden: torch.Tensor, context: PositionContext) -> tuple[torch.Tensor, ...]:
         """Returns cos and sin of the queries, then of the keys: float32 (1 or B, 1, Q or K, R)."""
@@ -247,7 +270,7 @@ class PoPE(PositionEncoding):
 
     @classmethod
     def shared(cls, config: Any, parameters: PoPEParameters) -> PolarTables:
-        return PolarTables(rotated_channels(config, parameters), parameters.theta)
+        return PolarTables(config, parameters)
 
     def before_cache(
         self, query: torch.Tensor, key: torch.Tensor, context: PositionContext

@@ -12,6 +12,8 @@ def matches_type(value: Any, annotation: Any) -> bool:
         return any(matches_type(value, argument) for argument in typing.get_args(annotation))
     if typing.get_origin(annotation) is Literal:
         return value in typing.get_args(annotation)
+    if typing.get_origin(annotation) is list:
+        return isinstance(value, list) and all(matches_type(one, *typing.get_args(annotation)) for one in value)
     if annotation in (int, float):
         return isinstance(value, (int, annotation)) and not isinstance(value, bool)
     return isinstance(value, annotation)
@@ -23,6 +25,8 @@ def describe_type(annotation: Any) -> str:
         return "one of " + ", ".join(map(repr, typing.get_args(annotation)))
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return " or ".join(map(describe_type, typing.get_args(annotation)))
+    if typing.get_origin(annotation) is list:
+        return f"a list, each {' '.join(map(describe_type, typing.get_args(annotation)))}"
     return "None" if annotation is type(None) else f"of type {annotation.__name__}"
 
 

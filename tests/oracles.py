@@ -195,7 +195,7 @@ def pope_attention(query, key, value, delta, parameters, positions):
                 for s in range(t + 1):
                     logit = query.new_zeros(())
                     for c in range(R):
-                        theta = parameters.theta ** (-c / R)
+                        theta = parameters.frequencies[c] if parameters.frequencies else parameters.theta ** (-c / R)
                         phase = torch.as_tensor(float(positions[s] - positions[t]) * theta, dtype=torch.float64)
                         if delta is not None:
                             phase = phase + delta[h, c]

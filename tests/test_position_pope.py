@@ -18,13 +18,18 @@ from whatwhere.position_pope import PoPE, PoPEParameters, fold
 
 # Parameters that take other code paths than the defaults: the contract tests run them too.
 VARIANTS = {
-    "partial": {"partial_rotary_factor": 0.5, "magnitude": "relu"},
+    "partial": {"partial_rotary_factor": 0.5, "magnitude": "relu", "frequencies": [1.0, 1.0, 0.1, 0.0]},
 }
 # Parameters that a configuration refuses, and what the message says: test_configuration.py.
 REFUSED = [
     ({"delta_init": "zero"}, "one of 'zeros', 'uniform'"),
     ({"theta": 0.5}, r"\['theta'\]=0.5 is not valid: it must be greater than 1"),
     ({"theta": float("inf")}, r"\['theta'\]=inf is not valid: it must be finite"),
+    ({"frequencies": [1.0]}, r"\['frequencies'\]=\[1.0\] is not valid: it must have 8 numbers of at least 0"),
+    ({"frequencies": [-1.0] * 8}, "it must have 8 numbers of at least 0, one for each polar channel"),
+    ({"frequencies": [float("nan")] * 8}, "it must be finite in float32"),
+    ({"frequencies": [True] * 8}, "it must be a list, each of type float or None"),
+    ({"frequencies": [1.0] * 8, "theta": 50.0}, r"\['theta'\]=50.0 is not valid: it has no effect beside frequencies"),
     ({"partial_rotary_factor": 0.01}, "=0.01 is not valid: .* leave at least one of 8 channels"),
     ({"partial_rotary_factor": 1.5}, r"\['partial_rotary_factor'\]=1.5 is not valid: it must be in \(0, 1\]"),
 ]
@@ -38,6 +43,7 @@ PARAMETERS = [
     {"partial_rotary_factor": 0.5},
     {"partial_rotary_factor": 0.3, "magnitude": "identity"},
     {"scale": "1/sqrt(2d)", "partial_rotary_factor": 0.5},
+    {"frequencies": [0.7, 0.7, 0.2, 0.0], "partial_rotary_factor": 0.5},
 ]
 
 

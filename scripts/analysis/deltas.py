@@ -33,7 +33,7 @@ def read(model: Any) -> dict[str, Any]:
     with torch.inference_mode():
         deltas = torch.stack([part.delta() for part in parts]).double().cpu()
         weights = torch.stack([part.delta.weight for part in parts]).double().cpu()
-    frequencies = pope_frequencies(parts[0].rotated, parameters.theta).double()
+    frequencies = pope_frequencies(model.config, parameters).double()
     # The model's bounds, in float32.
     lowest = torch.tensor(-2 * math.pi, dtype=torch.float32).double()
     return {

@@ -54,11 +54,12 @@ def measure(model: Any, tokenizer: Any, texts: Sequence[str]) -> dict[str, Any]:
     name = getattr(model.config, "position_encoding", None)
     if name not in ALLOWED:
         raise ValueError(f"position_encoding={name!r} has no frequencies. Allowed: {', '.join(map(repr, ALLOWED))}.")
-    kind, shared = ("pope" if name == "pope" else "rope"), model.base_model.shared_encodings
+    kind = "pope" if name == "pope" else "rope"
+    shared = model.base_model.shared_encodings[kind]
     if kind == "pope":
-        frequencies = pope_frequencies(shared["pope"].channels, shared["pope"].theta).double()
+        frequencies = pope_frequencies(model.config, shared.parameters_).double()
     else:
-        frequencies = shared["rope"].rotary_emb.inv_freq.double().cpu()
+        frequencies = shared.rotary_emb.inv_freq.double().cpu()
     # The norms (F,) of each text, by side and layer.
     means = collections.defaultdict(list)
     layers = attention_layers(model)

@@ -331,7 +331,7 @@ class Workload:
             raise Unsupported(f"not installed: {error}") from error
         call = self.call("pope")
         part: Any = call.layer(*call.inputs)[0]["pope"]
-        frequencies = pope_frequencies(self.shape[3], part.parameters_.theta, self.device)
+        frequencies = pope_frequencies(part.config, part.parameters_, self.device)
         phases = torch.arange(self.shape[2], device=self.device)[:, None].float() * frequencies
 
         def function(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
