@@ -69,6 +69,11 @@ def parser() -> argparse.ArgumentParser:
         action=argparse.BooleanOptionalAction,
         help=f"join all documents before cutting sequences (default, except for {', '.join(SEPARATE_DOCUMENTS)})",
     )
+    text.add_argument(
+        "--bos-windows",
+        action="store_true",
+        help="begin every window with the tokenizer's BOS token (default: as the text is cut)",
+    )
     add_loading(result)
     result.add_argument(
         "--batch-tokens", type=at_least_one, default=4096, metavar="N", help="tokens per batch (default 4096)"
