@@ -525,7 +525,7 @@ class TrainingRun:
         return {}
 
     def more_about_text(self, split: str) -> dict[str, Any]:
-        """Returns the unit of the loss on text, whether documents begin with BOS (only if so), and what the run held out.
+        """Returns the unit of the loss on text, `bos` if documents begin with it, and what the run held out.
 
         It is empty for a toy task.
         """
