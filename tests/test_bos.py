@@ -252,7 +252,7 @@ def test_prepare_command(stock, data_dir, tmp_path, capsys):
 # --- length
 
 
-def test_length_cuts_the_stream_of_tokens(stock, data_dir, tmp_path):
+def test_length_cuts_the_stream_of_tokens(stock, data_dir, tmp_path, capsys):
     (tmp_path / "a.jsonl").write_text((data_dir / "test.jsonl").read_text())
     fixed = ["length", stock, "--validation-file", str(tmp_path / "a.jsonl"), "--windows", "16,32", "--device", "cpu"]
     cli.main([*fixed, "--output", str(tmp_path / "cut")])
@@ -267,7 +267,9 @@ def test_length_cuts_the_stream_of_tokens(stock, data_dir, tmp_path):
     # With BOS in every window: other results of the same tokens.
     with pytest.raises(SystemExit, match="bos_windows: None → True"):
         cli.main([*fixed, "--output", str(tmp_path / "cut"), "--bos-windows"])
+    assert "begins with BOS" not in capsys.readouterr().out
     cli.main([*fixed, "--output", str(tmp_path / "begun"), "--bos-windows"])
+    assert "tokens, every window begins with BOS, by sequence length" in capsys.readouterr().out
     begun = json.loads((tmp_path / "begun" / path.name).read_text())
     assert begun["data"] == {**content["data"], "bos_windows": True}
     (other,) = begun["checkpoints"]

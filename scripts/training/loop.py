@@ -30,7 +30,7 @@ from whatwhere.model_card import weights_fingerprint
 from ..data.folder import DATA_DIR_VARIABLE
 from ..data.pack import IGNORED
 from ..data.source import find_files
-from ..data.tokenize import begins_with_bos, token_unit
+from ..data.tokenize import added_tokens, begins_with_bos, token_unit
 from ..errors import Interrupted, Refused, TrainingError
 from ..evaluation.results import provenance
 from ..families import model_class
@@ -176,7 +176,7 @@ class TrainingRun:
             old = self.state["splits_sha256"]
             if changed := [name for name, digest in self.data.splits_sha256.items() if old.get(name) != digest]:
                 earlier = ""
-                if begins_with_bos(self.data.tokenizer):
+                if added_tokens(self.data.tokenizer)[0]:
                     earlier = ", or an earlier version wrote no BOS token, which this tokenizer adds"
                 raise TrainingError(
                     f"the run in {str(self.output)!r} was trained on other text: the corpus, the Python version or the "
