@@ -51,9 +51,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--samples", type=at_least_one, metavar="N", help="with --tasks: samples of each (default 100)")
     text = result.add_argument_group("text")
     add_own_text(text, "default: what the runs held out")
-    text.add_argument(
-        "--data", help="pg19, pg19:validation and so on, stdlib, hub, hub:SPLIT; default: what the runs held out"
-    )
+    text.add_argument("--data", help="a named text: pg19, pg19:validation and so on, stdlib, hub, hub:SPLIT")
     text.add_argument("--data-dir", metavar="DIR", help="the folder of local data; default $WHATWHERE_DATA_DIR")
     text.add_argument("--dataset", metavar="ID", help="data set of --data hub")
     text.add_argument("--dataset-config", metavar="NAME", help="its configuration")
@@ -68,6 +66,11 @@ def parser() -> argparse.ArgumentParser:
         "--join",
         action=argparse.BooleanOptionalAction,
         help=f"join all documents before cutting sequences (default, except for {', '.join(SEPARATE_DOCUMENTS)})",
+    )
+    text.add_argument(
+        "--bos-windows",
+        action="store_true",
+        help="begin every window with the tokenizer's BOS token (default: as the text is cut)",
     )
     add_loading(result)
     result.add_argument(

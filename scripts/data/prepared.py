@@ -42,7 +42,7 @@ from ..progress import Progress
 from ..writing import replacing, write_json
 from .pack import batch_of
 from .rows import texts_of
-from .tokenize import byte_level, measure_pieces, single_threaded, tokenize_pieces, train_bpe
+from .tokenize import added_tokens, byte_level, measure_pieces, single_threaded, tokenize_pieces, train_bpe
 
 FORMAT = 1
 CACHE_VARIABLE = "WHATWHERE_CACHE"
@@ -62,6 +62,9 @@ def prepared_folder(rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, 
     content = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
     special = [tokenizer.bos_token_id, tokenizer.eos_token_id]
     parts = [FORMAT, rows._fingerprint, type(tokenizer).__name__, content, special]
+    # Earlier versions did not write these tokens, and their folders are not to be used.
+    if any(added := added_tokens(tokenizer)):
+        parts.append(added)
     what = json.dumps([*parts, "bytes"] if measure else parts)
     return cache_folder() / hashlib.sha256(what.encode()).hexdigest()[:32]
 

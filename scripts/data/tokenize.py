@@ -71,6 +71,52 @@ def build_tokenizer(kind: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def added_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """Returns the ids that a tokenizer itself puts before and after a text, such as those of BOS and EOS.
+
+    Raises ValueError if they cannot be told from those of the text.
+    """
+
+    def ids(text: str, *, added: bool) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=added, verbose=False)["input_ids"])
+
+    # Fields such as `add_bos_token` do not say what a post-processor adds. A tokenizer of words may not have the "a".
+    if ids("", added=True) == ids("", added=False):
+        return [], []
+    whole, text = ids("a", added=True), ids("a", added=False)
+    for start in range(len(whole) - len(text) + 1):
+        if text and whole[start : start + len(text)] == text:
+            return whole[:start], whole[start + len(text) :]
+    raise ValueError(
+        f"tokenizer={tokenizer.name_or_path!r} is not valid: its tokens of 'a' are {text} without special tokens, and "
+        f"{whole} with them. Allowed: a tokenizer that adds special tokens before or after those of a text."
+    )
+
+
+def around_document(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """Returns the ids before and after each document of data: `added_tokens`, and after them the end-of-text token.
+
+    Documents of words, as of music, also begin with the beginning-of-text token, if there is one.
+    """
+    begin, end = added_tokens(tokenizer)
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    if _is_of_words(tokenizer) and bos is not None and bos not in begin:
+        begin = [bos, *begin]
+    if eos is not None and eos not in end:
+        end = [*end, eos]
+    return begin, end
+
+
+def begins_with_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the documents of data begin with a token such as BOS, see `around_document`."""
+    return bool(around_document(tokenizer)[0])
+
+
+def _is_of_words(tokenizer: PreTrainedTokenizerBase) -> bool:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return backend is not None and type(backend.pre_tokenizer) is pre_tokenizers.WhitespaceSplit
+
+
 def text_of(row: Mapping[str, Any]) -> str:
     """Returns the text of a document; raises ValueError if it is not a string."""
     text = row.get("text")
@@ -110,8 +156,8 @@ def tokenize_pieces(
 ) -> Iterator[tuple[np.ndarray, bool]]:
     """Yields the token ids of documents in pieces, int32 (tokens), and whether a piece is the last of its document.
 
-    A document is followed by the end-of-text token if the tokenizer has one; for word tokenizers it also begins with
-    the beginning-of-text token, if there is one. The text of a special token is encoded as text, not as the token.
+    A document has the tokens of `around_document` once, whatever its pieces. The text of a special token is encoded as
+    text, not as the token.
 
     The concatenated pieces equal the tokens of the document: it is cut only where that does not change them. Without
     such a place (no white space, a tokenizer without pre-tokenisation), pieces are longer, up to the whole document.
@@ -129,8 +175,8 @@ def measure_pieces(
     """Yields the pieces of `tokenize_pieces`, the bytes of text of each token, and whether a piece's text is changed.
 
     The bytes, int32 (tokens), are those of the text itself in UTF-8, whatever the tokenizer makes of it: from the end
-    of the token before, so those of a document add up to its text. An end-of-text token has none. The text is changed
-    if the tokens do not decode to it, but for one space at its start.
+    of the token before, so those of a document add up to its text. Tokens around it have none. The text is changed if
+    the tokens do not decode to it, but for one space at its start.
     """
     check_bytes(tokenizer)
     return _tokenised(tokenizer, rows, measure=True)
@@ -153,10 +199,7 @@ def measure_documents(
 def _tokenised(
     tokenizer: PreTrainedTokenizerBase, rows: Iterable[Mapping[str, Any]], *, measure: bool
 ) -> Iterator[tuple[np.ndarray, bool, np.ndarray, bool]]:
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    of_words = backend is not None and type(backend.pre_tokenizer) is pre_tokenizers.WhitespaceSplit
-    begin = [tokenizer.bos_token_id] if of_words and tokenizer.bos_token_id is not None else []
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    (begin, end), of_words = around_document(tokenizer), _is_of_words(tokenizer)
     first, sizes, differs = True, np.empty(0, dtype=np.int32), False
     # Bytes of pieces without tokens; the next token has them.
     before = 0
@@ -175,7 +218,7 @@ def _tokenised(
                     sizes[len(start) : len(start) + len(ids)] = _bytes_of(text, encoded["offset_mapping"][number])
                 else:
                     before += len(text.encode())
-                if len(tokens):
+                if len(tokens) > len(start):
                     sizes[len(start)] += before
                     before = 0
                 decoded = tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False)

@@ -29,7 +29,7 @@ Returns:
 def text_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Returns the negative log-likelihood of each text, in nats, (B); for `preprocess_logits_for_metrics`.
 
-    The first token of a text is not predicted: begin with the end-of-text token.
+    The first token of a text is not predicted: begin with the end-of-text token, unless the tokenizer adds BOS.
     """
     return functional.cross_entropy(logits[:, :-1].mT.float(), labels[:, 1:], reduction="none").sum(1)
 

@@ -104,6 +104,8 @@ def measured_text(data: Mapping[str, Any], entries: Sequence[Mapping[str, Any]])
         text += f", the first {limit:,} tokens" + " of each" * (documents > 1 and not data["joined"])
     elif data["corpus"] in UNNAMED and entries:
         text += f", {max(entry['tokens'] for entry in entries):,} tokens"
+    if data.get("bos_windows"):
+        text += ", every window begins with BOS"
     return text
 
 

@@ -155,7 +155,7 @@ def tokenise(tokenizer: Any, texts: Iterable[str], data: dict[str, Any], lengths
     """Returns the tokens of the texts to cut into windows.
 
     Args:
-        tokenizer: its end-of-text token is appended to each document.
+        tokenizer: each document has the tokens of `around_document`; there must be an end-of-text token.
         texts: the documents; only as many as needed are read.
         data: `document_limit`, `text_tokens` (of each text) and `joined` (whether the documents are one text).
         lengths: all window lengths; a joined text that is cut is cut to a multiple of all of them, if long enough.
@@ -192,13 +192,31 @@ def tokenise(tokenizer: Any, texts: Iterable[str], data: dict[str, Any], lengths
     return Tokens(every[0], every[1] if len(every) > 1 else None, len(parts), changed)
 
 
+def window_begin(tokenizer: Any) -> int:
+    """Returns the token with which `--bos-windows` begins every window: the one that the tokenizer puts before a text.
+
+    Raises ValueError if it does not put one there.
+    """
+    from ..data.tokenize import added_tokens
+
+    begin, _ = added_tokens(tokenizer)
+    if len(begin) != 1:
+        what = f"puts {len(begin)} tokens" if begin else "adds no token"
+        raise ValueError(
+            f"bos_windows=True is not valid: the tokenizer {tokenizer.name_or_path!r} {what} before a text. Allowed: "
+            "tokenizers that put one token there, such as BOS."
+        )
+    return begin[0]
+
+
 class Measurement(NamedTuple):
-    """What is measured at once: a curve at one length of windows."""
+    """What is measured at once: a curve at one length of windows, which begin with `begin` if it is not None."""
 
     curve: Curve
     entry: dict[str, Any]
     text: Tokens
     length: int
+    begin: int | None
 
     @property
     def tokens(self) -> int:
@@ -212,8 +230,8 @@ class Measurement(NamedTuple):
             return None
         about = ("variant", "weights", "model_sha256", "trained_length", "dtype", "attn_implementation", "device")
         sizes = [hashlib.sha256(one.numpy().tobytes()).hexdigest() for one in self.text.sizes or []]
-        texts = {"texts": [len(ids) for ids in self.text.ids], "sizes": sizes}
-        texts["tokens_sha256"] = self.entry["tokens_sha256"]
+        texts: dict[str, Any] = {"texts": [len(ids) for ids in self.text.ids], "sizes": sizes}
+        texts |= {"tokens_sha256": self.entry["tokens_sha256"], "begin": self.begin}
         return file_of({**{key: self.entry[key] for key in about}, **texts, "length": self.length})
 
 
@@ -251,7 +269,7 @@ def compare(
     total = sum(one.tokens for one in missing)
     with Progress("length", total, unit="tokens", shown=results.processes.is_first) as progress:
         for one in missing:
-            curve, entry, text, length = one
+            curve, entry, text, length, begin = one
             progress.rename(f"{label(entry)} at {length}")
             options = {"trained_length": curve.trained_length, "length": length}
             changed = (curve.variant and variants.changes(curve.variant, curve.config, **options)) or {}
@@ -274,6 +292,7 @@ def compare(
                 text.sizes,
                 length,
                 trained_length=curve.trained_length,
+                begin=begin,
                 batch_tokens=batch_tokens,
                 done=progress.advance,
                 processes=results.processes,
@@ -297,7 +316,7 @@ def _missing(
     trained_on: Collection[str],
 ) -> tuple[list[Measurement], int]:
     """Returns what is not measured yet, and how many are; adds an entry to `results` for each curve."""
-    from ..data.tokenize import about_changes, token_unit
+    from ..data.tokenize import about_changes, begins_with_bos, token_unit
 
     # Raises errors before the first model is loaded.
     wanted = [parse_windows(lengths, curve.trained_length) for curve in curves]
@@ -307,6 +326,7 @@ def _missing(
     for curve, windows in zip(curves, wanted):
         config = curve.config
         tokenizer = loading.tokenizer(curve.checkpoint, config)
+        begin = window_begin(tokenizer) if results.data["bos_windows"] else None
         # Compared checkpoints often share a tokenizer: tokenise once.
         backend = getattr(tokenizer, "backend_tokenizer", None)
         key = curve.checkpoint if backend is None else f"{tokenizer.eos_token_id} {backend.to_str()}"
@@ -343,10 +363,12 @@ def _missing(
             },
         )
         entry["unit"] = token_unit(tokenizer)
+        if begins_with_bos(tokenizer):
+            entry["bos"] = True
         if curve.checkpoint in trained_on:
             entry["trained_on"] = True
         measured = {cell["length"] for cell in entry["cells"]}
-        missing += [Measurement(curve, entry, text, length) for length in filled if length not in measured]
+        missing += [Measurement(curve, entry, text, length, begin) for length in filled if length not in measured]
         known += len(measured.intersection(filled))
     return missing, known
 
@@ -361,7 +383,7 @@ def main(arguments: list[str] | None = None) -> None:
         from . import ruler
 
         unused = ("variants", "metric", "data", "data_dir", "dataset", "dataset_config", "validation_file")
-        for name in (*unused, "text_field", "documents", "tokens", "join"):
+        for name in (*unused, "text_field", "documents", "tokens", "join", "bos_windows"):
             if getattr(options, name) != parser().get_default(name):
                 raise ValueError(f"--{name.replace('_', '-')} has no effect with --tasks {options.tasks}.")
         ruler.run(options, origin)
@@ -389,6 +411,8 @@ def run(options: argparse.Namespace, origin: dict[str, Any]) -> LengthResults:
         "joined": not separate if options.join is None else options.join,
         "document_limit": options.documents,
         "text_tokens": options.tokens,
+        # As in earlier results, which do not have it.
+        "bos_windows": options.bos_windows or None,
     }
     results = LengthResults(options.output, data, origin=origin, processes=loading.processes)
     trained_on = set()

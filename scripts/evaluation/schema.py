@@ -23,13 +23,18 @@ class Origin(Stored):
 
 
 class Training(Origin):
-    """`results.json` of a run: its held-out metrics, and what it was trained on."""
+    """`results.json` of a run: its held-out metrics, and what it was trained on.
+
+    Attributes:
+        bos: True if each document begins with a token of the tokenizer, such as BOS.
+    """
 
     metrics: dict[str, Any]
     data: dict[str, Any]
     length: int | None = None
     recipe: dict[str, Any] | None = None
     unit: str | None = None
+    bos: bool = False
     held_out: dict[str, Any] | None = None
     weights_sha256: str | None = None
 
@@ -102,6 +107,7 @@ class LengthEntry(Stored):
         model_sha256: of the configuration, and of code that is loaded with the checkpoint; None in results of earlier
             versions.
         unit: of loss and perplexity, "byte" or "token"; None in results of earlier versions, where it is not known.
+        bos: True if each document begins with a token of the tokenizer, such as BOS.
         trained_on: True if the checkpoint, or one that it was fine-tuned from, was trained on a part of the text.
     """
 
@@ -112,13 +118,17 @@ class LengthEntry(Stored):
     trained_length: int
     tokens_sha256: str
     unit: str | None = None
+    bos: bool = False
     trained_on: bool = False
     cells: list[Cell]
     by_position: list[dict[str, Any]]
 
 
 class Lengths(Origin):
-    """`length*.json`: what is scored, the measurements, and the origin of earlier ones."""
+    """`length*.json`: what is scored, the measurements, and the origin of earlier ones.
+
+    `bos_windows` in `data` is True if every window begins with BOS, else None.
+    """
 
     data: dict[str, Any]
     checkpoints: list[LengthEntry]

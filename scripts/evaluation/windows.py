@@ -6,7 +6,8 @@ A text of N + 1 tokens is cut into disjoint windows of exactly n tokens, the rem
 scored separately (PoPE, Figure 2; CoPE, Figure 3). A window's inputs are tokens s .. s + n - 1, its targets tokens
 s + 1 .. s + n. The loss is the mean negative log-likelihood of all targets of all windows of all texts; perplexity is
 its exponential. Texts shorter than a window are left out and counted. If every length divides N, the same tokens are
-scored at every length; otherwise longer windows drop more of them.
+scored at every length; otherwise longer windows drop more of them. A window may begin anywhere in a document. With
+`begin`, the first input of every window is that token, in place of token s: the targets stay the same.
 
 The loss by position is the mean loss of all tokens at the same position in their window. It falls as long as the model
 uses more context, and rises where the model fails beyond its trained length.
@@ -113,6 +114,7 @@ def measure_windows(
     length: int,
     *,
     trained_length: int,
+    begin: int | None = None,
     batch_tokens: int = 4096,
     done: Callable[[int], None] = lambda tokens: None,
     processes: Processes = ALONE,
@@ -123,6 +125,7 @@ def measure_windows(
         model: a causal language model of Transformers; it is put into eval mode.
         texts: token ids of each text, integers (tokens), on any device; at least one has a window (see `fillable`).
         sizes: for each text the bytes of each token, integers (tokens); None if unknown.
+        begin: the token with which every window begins; by default that of the text.
         batch_tokens: windows of one text are batched up to this many tokens (at least one window).
         done: called after each batch with the number of tokens that all processes have scored since.
 
@@ -149,6 +152,9 @@ def measure_windows(
     for text, before, start, stop in batches:
         some = texts[text][start * length : stop * length + 1].to(torch.int64)
         inputs, targets = some[:-1].view(-1, length), some[1:].view(-1, length)
+        if begin is not None:
+            inputs = inputs.clone()
+            inputs[:, 0] = begin
         losses = token_losses(model, inputs.to(model.device), targets.to(model.device), plain_head=plain_head).to(
             "cpu", torch.float64
         )

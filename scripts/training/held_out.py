@@ -33,9 +33,9 @@ def evaluate(run: Any, split: str, limit: int | None = None) -> dict[str, float]
 
     Returns:
         for a toy task, `loss` (nats per answer token) and the result of `summarise`. For text, `bits_per_byte` (all
-        nats, including end-of-text tokens, over ln 2 times the bytes of the text that is predicted, as it was before
-        tokenisation), `perplexity` (per token), `loss` (nats per token) and `tokens` (the number of predictions).
-        Symbols that are not text have no `bits_per_byte`.
+        nats, including those of tokens around documents, over ln 2 times the bytes of the text that is predicted, as it
+        was before tokenisation), `perplexity` (per token), `loss` (nats per token) and `tokens` (the number of
+        predictions). Symbols that are not text have no `bits_per_byte`.
     """
     data, model, device = run.data, run.whole_model, run.accelerator.device
     per_batch = run.micro_batch_size * run.processes.data_share[1]

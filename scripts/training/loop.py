@@ -30,7 +30,7 @@ from whatwhere.model_card import weights_fingerprint
 from ..data.folder import DATA_DIR_VARIABLE
 from ..data.pack import IGNORED
 from ..data.source import find_files
-from ..data.tokenize import token_unit
+from ..data.tokenize import added_tokens, begins_with_bos, token_unit
 from ..errors import Interrupted, Refused, TrainingError
 from ..evaluation.results import provenance
 from ..families import model_class
@@ -175,9 +175,12 @@ class TrainingRun:
         if self.state is not None:
             old = self.state["splits_sha256"]
             if changed := [name for name, digest in self.data.splits_sha256.items() if old.get(name) != digest]:
+                earlier = ""
+                if added_tokens(self.data.tokenizer)[0]:
+                    earlier = ", or an earlier version wrote no BOS token, which this tokenizer adds"
                 raise TrainingError(
                     f"the run in {str(self.output)!r} was trained on other text: the corpus, the Python version or the "
-                    f"tokenizer has changed. Changed splits: {', '.join(changed)}."
+                    f"tokenizer has changed{earlier}. Changed splits: {', '.join(changed)}."
                 )
         set_seed(recipe.seed)
         # The model without a data-parallel wrapper, and the model to train.
@@ -522,10 +525,15 @@ class TrainingRun:
         return {}
 
     def more_about_text(self, split: str) -> dict[str, Any]:
-        """Returns the unit of the loss on text, and what the run held out; empty for a toy task."""
+        """Returns the unit of the loss on text, `bos` if documents begin with it, and what the run held out.
+
+        It is empty for a toy task.
+        """
         if self.data.unit == "samples":
             return {}
-        return {"unit": token_unit(self.data.tokenizer), "held_out": held_out_text(self.data, split, self.output)}
+        tokenizer = self.data.tokenizer
+        about: dict[str, Any] = {"unit": token_unit(tokenizer), **({"bos": True} if begins_with_bos(tokenizer) else {})}
+        return {**about, "held_out": held_out_text(self.data, split, self.output)}
 
     def finish(self, arguments: list[str] | None = None) -> dict[str, Any]:
         """Evaluates the last model, or the best one if the recipe keeps it, and saves it with the results."""
