@@ -20,9 +20,9 @@ from whatwhere import WhatWhereLlamaForCausalLM, list_position_encodings
 from whatwhere.model_card import weights_fingerprint
 from whatwhere.scripts.cards.folder import write_card
 from whatwhere.scripts.commands.convert import main
-from whatwhere.scripts.conversion.alignment import attention_of
 from whatwhere.scripts.conversion.encoding import convert
 from whatwhere.scripts.conversion.folder import convert_checkpoint
+from whatwhere.scripts.conversion.layer_start import attention_of
 from whatwhere.scripts.conversion.source import load_source
 from whatwhere.scripts.data.tokenize import build_tokenizer
 from whatwhere.scripts.evaluation.checkpoints import trained_length_of

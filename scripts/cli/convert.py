@@ -34,6 +34,13 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--position-encoding-parameters", type=json_value, metavar="JSON", help="its parameters")
     result.add_argument("--rope-parameters", type=json_value, metavar="JSON", help="RoPE's parameters")
     result.add_argument("--gguf-file", metavar="NAME", help="a GGUF file in SOURCE; its weights are dequantised")
+    result.add_argument(
+        "--calibration-file",
+        type=pathlib.Path,
+        metavar="FILE",
+        help="a text on which the queries and keys of RoPE are measured where it becomes PoPE; default: a short one of "
+        "the package",
+    )
     result.add_argument("--stock", action="store_true", help="write a stock model of Transformers, without code")
     result.add_argument("--output", required=True, type=pathlib.Path, metavar="DIR", help="an empty or new folder")
     return result

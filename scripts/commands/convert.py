@@ -13,11 +13,17 @@ from ..errors import program
 def main(arguments: list[str] | None = None) -> None:
     options = parser().parse_args(arguments)
     encoding = options.position_encoding, options.position_encoding_parameters, options.rope_parameters
-    files = {"gguf_file": options.gguf_file, "stock": options.stock}
-    model, new, dropped = convert_folder(options.source, options.output, *encoding, **files)
+    files = {"gguf_file": options.gguf_file, "calibration_file": options.calibration_file, "stock": options.stock}
+    model, new, dropped, errors = convert_folder(options.source, options.output, *encoding, **files)
     if options.stock:
         print(f"{options.output}: stock {model.config.model_type}, {model.num_parameters():,} parameters.")
         return
+    if errors:
+        worst = max(errors, key=errors.__getitem__)
+        print(
+            f"PoPE's fit to RoPE loses {sum(errors.values()) / len(errors):.2%} of the variance of the scores, at most "
+            f"{errors[worst]:.2%} (layer {worst})."
+        )
     count = sum(parameter.numel() for name, parameter in model.named_parameters() if name in new)
     print(f"{options.output}: {model.num_parameters():,} parameters, of which {count:,} are new.")
     # The card loads it again, for its sample.

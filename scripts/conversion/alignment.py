@@ -1,4 +1,4 @@
-"""The start of PoPE in place of RoPE: channels of queries and keys that are turned so that little is lost.
+"""The start of PoPE with softplus or ReLU in place of RoPE: channels of queries and keys that are turned.
 
 RoPE rotates pairs of channels. With z = a + i b for the pair of a query or a key, its logit at distance i - j is
 |z_q| |z_k| cos((i - j) w + arg z_q - arg z_k). PoPE has one magnitude instead of z, and one angle `delta` for each head
@@ -11,36 +11,22 @@ other pairs cannot be kept: they become plain channels that are zero in queries,
 Axes: H query heads, G key heads, D head dim, R polar channels, P pairs that RoPE rotates.
 """
 
-import contextlib
+import functools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from whatwhere.position_base import head_dim
 
-from ..processes import is_first_process
-from ..progress import Progress
-
-# Tokens at the beginning of a text, to which attention often goes whatever they say, are not measured.
-_SKIPPED = 8
+from .layer_start import SKIPPED, LayerStart, norm_weights, observe, rotated_channels
 
 
-def complete_turns(config: Any, length: int) -> int:
-    """Returns the number of RoPE's pairs of channels, at least 1, that complete a turn within `length` tokens."""
-    rope = config.rope_parameters
-    pairs = rotated_channels(config) // 2
-    angles = length * rope["rope_theta"] ** (-torch.arange(pairs, dtype=torch.float64) / pairs)
-    return max(1, int((angles >= 2 * math.pi).sum()))
+def complete_turns(frequencies: torch.Tensor, length: int) -> int:
+    """Returns the number of frequencies, at least 1, that complete a turn within `length` tokens."""
+    return max(1, int((length * frequencies >= 2 * math.pi).sum()))
 
 
-def rotated_channels(config: Any) -> int:
-    """Returns the number of channels of a head that RoPE rotates."""
-    return int(head_dim(config) * config.rope_parameters.get("partial_rotary_factor", 1.0))
-
-
-@torch.no_grad()
 def mean_angles(model: Any, tokens: torch.Tensor, layers: list[int]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
     """Returns, for each layer, the angles of the mean pairs of queries (H, P) and keys (G, P), float64, in radians.
 
@@ -50,49 +36,19 @@ def mean_angles(model: Any, tokens: torch.Tensor, layers: list[int]) -> dict[int
         layers: their indices.
     """
     pairs = rotated_channels(model.config) // 2
-    sums: dict[int, list[torch.Tensor]] = {}
-    skipped = min(_SKIPPED, tokens.shape[1] - 1)
+    sums: dict[int, list[torch.Tensor]] = {index: [] for index in layers}
+    skipped = min(SKIPPED, tokens.shape[1] - 1)
 
     def measured(states: torch.Tensor) -> torch.Tensor:
         states = states[:, :, skipped:].double()
-        return torch.complex(states[..., :pairs], states[..., pairs : 2 * pairs]).sum((0, 2))
+        return torch.complex(states[..., :pairs], states[..., pairs : 2 * pairs]).sum((0, 2)).cpu()
 
-    with contextlib.ExitStack() as stack:
-        for index in layers:
-            stack.enter_context(_observed(model, index, sums, measured))
-        training = model.training
-        model.eval()
-        shown = is_first_process()
-        progress = stack.enter_context(Progress("mean angles of RoPE", tokens.numel(), unit="tokens", shown=shown))
-        for row in tokens:
-            model.base_model(input_ids=row[None].to(model.device), use_cache=False)
-            progress.advance(len(row))
-        model.train(training)
-    return {index: (query.angle(), key.angle()) for index, (query, key) in sums.items()}
-
-
-@contextlib.contextmanager
-def _observed(model: Any, index: int, sums: dict[int, list[torch.Tensor]], measured: Any) -> Iterator[None]:
-    """Adds what `measured` returns of a layer's queries and keys before rotation to `sums`."""
-    (rope,) = (one for one in attention_of(model, index).encodings.hooks["before_cache"] if one.name == "rope")
-    rotate = rope.before_cache
-
-    def observe(query: torch.Tensor, key: torch.Tensor, context: Any) -> Any:
+    def add(index: int, query: torch.Tensor, key: torch.Tensor, *_: torch.Tensor) -> None:
         found = [measured(query), measured(key)]
-        sums[index] = [old + new for old, new in zip(sums[index], found)] if index in sums else found
-        return rotate(query, key, context)
+        sums[index] = [old + new for old, new in zip(sums[index], found)] or found
 
-    rope.before_cache = observe
-    try:
-        yield
-    finally:
-        del rope.before_cache
-
-
-def attention_of(model: Any, index: int) -> Any:
-    """Returns the attention of the layer with an index."""
-    layer = model.base_model.layers[index]
-    return layer.attn if model.config.model_type == "whatwhere_gpt2" else layer.self_attn
+    observe(model, tokens, {index: functools.partial(add, index) for index in layers}, "mean angles of RoPE")
+    return {index: (query.angle(), key.angle()) for index, (query, key) in sums.items()}
 
 
 def turned_channels(angles: torch.Tensor, polar: int, channels: int) -> torch.Tensor:
@@ -112,3 +68,35 @@ def turned_channels(angles: torch.Tensor, polar: int, channels: int) -> torch.Te
     others = torch.cat((torch.arange(polar, pairs), torch.arange(pairs + polar, channels)))
     matrices[:, torch.arange(2 * polar, channels), others] = 1.0
     return matrices
+
+
+def aligned_starts(
+    model: Any, tokens: torch.Tensor, layers: list[int], polar: int, *, use_delta: bool
+) -> dict[int, LayerStart]:
+    """Returns the starts of layers, with R = `polar` polar channels; for the other arguments see `mean_angles`."""
+    width = head_dim(model.config)
+    # Imaginary parts are removed from queries.
+    kept = torch.ones(width, dtype=torch.float64)
+    kept[polar : 2 * polar] = 0
+    starts = {}
+    for index, (query, key) in mean_angles(model, tokens, layers).items():
+        n = len(query) // len(key)
+        if not use_delta:
+            # Without an angle of each head, queries are turned as their keys are.
+            query = key.repeat_interleave(n, 0)
+        norms = norm_weights(model, index)
+        if norms is not None:
+            # The weights of a norm are those of single channels: they can be exchanged and get another sign.
+            query, key = (torch.round(angle / (math.pi / 2)) * (math.pi / 2) for angle in (query, key))
+        delta = -torch.remainder((query - key.repeat_interleave(n, 0))[:, :polar], 2 * math.pi)
+        turned_query, turned_key = (turned_channels(angles, polar, width) for angles in (query, key))
+        if norms is None:
+            starts[index] = LayerStart(turned_query * kept[:, None], turned_key, delta)
+            continue
+        # A norm measures all channels, so its weights remove those that are not kept.
+        new = [
+            (matrices.abs().round() @ weights[..., None])[..., 0]
+            for matrices, weights in zip((turned_query, turned_key), norms)
+        ]
+        starts[index] = LayerStart(turned_query, turned_key, delta, new[0] * kept, new[1])
+    return starts

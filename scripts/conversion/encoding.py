@@ -1,15 +1,13 @@
 """Gives a pretrained model another position encoding and keeps as much of it as possible.
 
 New parameters start as in a new model: CoPE's table at zero, so that `cope+rope` computes what the source computes.
-For layers that change from RoPE to PoPE, see `alignment.py`.
-
-Axes: H query heads, G key heads, D head dim, E hidden size, R polar channels.
+For layers that change from RoPE to PoPE, see `polar_fit.py`, and with softplus or ReLU `alignment.py`.
 """
 
 import copy
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers.utils import logging
@@ -17,14 +15,33 @@ from transformers.utils import logging
 from whatwhere.configuration.configuration_common import kept_parameters
 from whatwhere.position_base import head_dim
 from whatwhere.position_plan import layer_plan
-from whatwhere.position_rope import check_rope_parameters
+from whatwhere.position_pope import PoPEParameters
+from whatwhere.position_rope import RotaryTables, check_rope_parameters
 
-from .alignment import attention_of, complete_turns, mean_angles, rotated_channels, turned_channels
+from .alignment import aligned_starts, complete_turns
+from .layer_start import LayerStart, attention_of, rotated_channels
+from .polar_fit import fitted_starts
 
 logger = logging.get_logger(__name__)
 
 # Keys of `rope_parameters`: those that a new scaling does not change; the length before scaling.
 _UNSCALED, _ORIGINAL = ("rope_theta", "partial_rotary_factor"), "original_max_position_embeddings"
+
+
+class Converted(NamedTuple):
+    """What `convert` returns.
+
+    Attributes:
+        model: the converted model.
+        new: the names of its new parameters.
+        dropped: the names of the parameters that were dropped.
+        errors: of PoPE's fit to RoPE, by layer; see `polar_fit.Fit`.
+    """
+
+    model: Any
+    new: list[str]
+    dropped: list[str]
+    errors: dict[int, float]
 
 
 def convert(
@@ -33,21 +50,21 @@ def convert(
     parameters: dict[str, Any] | None = None,
     rope_parameters: dict[str, Any] | None = None,
     text: Callable[[], torch.Tensor | None] = lambda: None,
-) -> tuple[Any, list[str], list[str]]:
+) -> Converted:
     """Returns a model with another position encoding, which shares the memory of the weights that stay the same.
 
     Args:
         model: from `load_source`; what is not given stays as it is in this model.
         position_encoding: a name, or a list of names, one for each layer or a pattern that repeats.
-        parameters: `position_encoding_parameters`. For layers that change from RoPE to PoPE, the default of
-            `partial_rotary_factor` has the pairs of RoPE that complete a turn within the trained length, and the
-            default of `theta` gives them their frequencies.
-        rope_parameters: of the new model.
-        text: called if layers change from RoPE to PoPE. Returns tokens for `mean_angles`, int64 (texts, tokens), or
-            None for random ones.
+        parameters: `position_encoding_parameters`. For layers that change from RoPE to PoPE, the default of `magnitude`
+            is "identity", with two polar channels for each pair of RoPE. With the other magnitudes the default of
+            `partial_rotary_factor` has one for each pair that completes a turn within the trained length.
+        rope_parameters: of the new model; PoPE gets RoPE's frequencies with these.
+        text: called if layers change from RoPE to PoPE. Returns tokens of texts of one length, int64 (texts, tokens),
+            on which queries and keys are measured, or None for random ones.
 
-    Returns:
-        the model, the names of its new parameters, and the names of the parameters that were dropped.
+    Raises:
+        ValueError: parameters that are not valid, or that the conversion cannot keep.
     """
     old = model.config
     position_encoding = old.position_encoding if position_encoding is None else position_encoding
@@ -65,46 +82,86 @@ def convert(
             f"position encoding in the source. Its own is {old.position_encoding!r}."
         )
     weights = dict(model.state_dict())
+    starts: dict[int, LayerStart] = {}
+    errors: dict[int, float] = {}
     if changed:
-        rope = old.rope_parameters
-        if (kind := rope.get("rope_type", "default")) != "default":
-            logger.warning(
-                f"rope_type={kind!r} of the source has no equal in PoPE, which gets the unscaled frequencies."
-            )
         nested = position_encoding != "pope"
-        own = (given.get("pope") or {}) if nested else given
-        pairs = rotated_channels(old) // 2
-        length = rope.get(_ORIGINAL) if kind == "yarn" else None
-        turning = complete_turns(old, length or old.max_position_embeddings)
-        own = {"partial_rotary_factor": turning / head_dim(old), **own}
-        polar = int(head_dim(old) * own["partial_rotary_factor"])
-        if not 1 <= polar <= pairs:
-            raise ValueError(
-                f"partial_rotary_factor={own['partial_rotary_factor']!r} is not valid: of {head_dim(old)} channels at "
-                f"least 1 must be polar, and at most {pairs}, the number of pairs of channels that RoPE rotates."
-            )
-        own = {"theta": float(rope["rope_theta"] ** (polar / pairs)), **own}
+        own, starts, errors = _polar_starts(
+            model, changed, (given.get("pope") or {}) if nested else given, scaling, text
+        )
         config = _with_encoding(old, position_encoding, {**given, "pope": own} if nested else own, **scaling)
-        if (tokens := text()) is None:
-            generator = torch.Generator().manual_seed(0)
-            tokens = torch.randint(old.vocab_size, (4, min(512, old.max_position_embeddings)), generator=generator)
-        angles = _angles(model, tokens, changed, own.get("use_delta", True))
-        for index in changed:
-            _turn(weights, model, index, angles[index], polar)
+        for index, (first, second) in enumerate(zip(before, layer_plan(config))):
+            if any(part not in second for part in first if part[0].name == "pope"):
+                raise ValueError(
+                    f"position_encoding={position_encoding!r} is not valid: layer {index} of the source has PoPE with "
+                    "other frequencies than its RoPE. Allowed: encodings that do not change its RoPE to PoPE."
+                )
+        for index, start in starts.items():
+            start.write(weights, old, index)
     result = type(model)._from_config(config, dtype=model.dtype)
     shapes = {name: value.shape for name, value in result.state_dict().items()}
     kept = {name: value for name, value in weights.items() if shapes.get(name) == value.shape}
     missing, _ = result.load_state_dict(kept, strict=False, assign=True)
-    for index in changed:
+    for index, start in starts.items():
         (pope,) = (one for one in attention_of(result, index).encodings.hooks["after_cache"] if one.name == "pope")
         if pope.delta is not None:
-            query, key = (one[:, : pope.rotated] for one in angles[index])
-            shift = query - key.repeat_interleave(len(query) // len(key), 0)
-            pope.delta.weight.data.copy_(-torch.remainder(shift, 2 * math.pi))
+            pope.delta.weight.data.copy_(start.delta)
     result.generation_config = copy.deepcopy(model.generation_config)
     result.config._name_or_path = old._name_or_path
     result.tie_weights()
-    return result, list(missing), sorted(weights.keys() - kept.keys())
+    return Converted(result, list(missing), sorted(weights.keys() - kept.keys()), errors)
+
+
+def _polar_starts(
+    model: Any,
+    layers: list[int],
+    given: dict[str, Any],
+    scaling: dict[str, Any],
+    text: Callable[[], torch.Tensor | None],
+) -> tuple[dict[str, Any], dict[int, LayerStart], dict[int, float]]:
+    """Returns PoPE's parameters, and the starts and the errors of the fit, for layers that change from RoPE to PoPE.
+
+    given: the parameters that are given. scaling: what `_scaling` returned.
+    """
+    config = model.config
+    pairs, width = rotated_channels(config) // 2, head_dim(config)
+    identity = given.get("magnitude", "identity") == "identity"
+    rope_config = _with_encoding(config, "rope", {}, **scaling)
+    rope = RotaryTables(rope_config).rotary_emb
+    if (kind := rope.rope_type) in ("dynamic", "longrope"):
+        logger.warning(
+            f"rope_type={kind!r} changes the frequencies with the length of the text. PoPE gets those of short texts."
+        )
+    # A pair has two polar channels, or one and a plain one.
+    each = 2 if identity else 1
+    length = rope_config.max_position_embeddings
+    default = 2 * pairs if identity else complete_turns(rope.inv_freq, length)
+    own = {"partial_rotary_factor": default / width, **given}
+    polar = int(width * own["partial_rotary_factor"])
+    if polar % each or not each <= polar <= each * pairs:
+        raise ValueError(
+            f"partial_rotary_factor={own['partial_rotary_factor']!r} is not valid: of {width} channels at least {each} "
+            f"must be polar, at most {each * pairs}{', and an even number' if identity else ''}, since RoPE rotates "
+            f"{pairs} pairs."
+        )
+    frequencies = rope.inv_freq[: polar // each].double()
+    found = frequencies.repeat_interleave(each).tolist()
+    for name, allowed in (("theta", [PoPEParameters.theta]), ("frequencies", [None, found])):
+        if given.get(name, allowed[0]) not in allowed:
+            raise ValueError(
+                f"position_encoding_parameters[{name!r}]={given[name]!r} is not valid: in place of RoPE, PoPE gets its "
+                "frequencies, which rope_parameters change. Leave it out."
+            )
+    own |= {"magnitude": given.get("magnitude", "identity"), "frequencies": found}
+    if (tokens := text()) is None:
+        generator = torch.Generator().manual_seed(0)
+        tokens = torch.randint(config.vocab_size, (4, min(512, config.max_position_embeddings)), generator=generator)
+    use_delta = own.get("use_delta", True)
+    if not identity:
+        return own, aligned_starts(model, tokens, layers, polar, use_delta=use_delta), {}
+    # PoPE has no factor of cosines and sines.
+    factor = rope.attention_scaling**2 * (math.sqrt(2) if own.get("scale") == "1/sqrt(2d)" else 1.0)
+    return own, *fitted_starts(model, tokens, layers, frequencies, length, factor=factor, use_delta=use_delta)
 
 
 def _scaling(old: Any, given: dict[str, Any]) -> dict[str, Any]:
@@ -145,55 +202,3 @@ def _with_encoding(config: Any, position_encoding: str | list[str], parameters: 
 
 def _of(layer: Any, name: str) -> bool:
     return any(cls.name == name for cls, _ in layer)
-
-
-def _angles(
-    model: Any, tokens: torch.Tensor, layers: list[int], use_delta: bool
-) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """Returns the angles by which the pairs of queries (H, P) and keys (G, P) of each layer are turned, in radians."""
-    found = {}
-    for index, (query, key) in mean_angles(model, tokens, layers).items():
-        if not use_delta:
-            # Without an angle of each head, queries are turned as their keys are.
-            query = key.repeat_interleave(len(query) // len(key), 0)
-        if model.config.qk_norm:
-            # The weights of a norm are those of single channels: they can be exchanged and get another sign.
-            query, key = (torch.round(angle / (math.pi / 2)) * (math.pi / 2) for angle in (query, key))
-        found[index] = query, key
-    return found
-
-
-def _turn(
-    weights: dict[str, torch.Tensor], model: Any, index: int, angles: tuple[torch.Tensor, torch.Tensor], polar: int
-) -> None:
-    """Turns the channels of queries and keys of a layer, in `weights`, by the angles of their pairs."""
-    config = model.config
-    width, heads, key_heads = head_dim(config), config.num_attention_heads, config.num_key_value_heads
-    query, key = (turned_channels(one, polar, width) for one in angles)
-    kept = torch.ones(width, dtype=torch.float64)
-    kept[polar : 2 * polar] = 0
-
-    def apply(matrices: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Returns the rows (heads * D, ...) of a weight or a bias, turned."""
-        turned = matrices @ rows.double().reshape(len(matrices), width, -1).to(matrices.device)
-        return turned.reshape(rows.shape).to(rows.dtype)
-
-    # A norm measures all channels, so its weights remove those that are not kept.
-    removed = query if config.qk_norm else query * kept[:, None]
-    if config.model_type == "whatwhere_gpt2":
-        name = f"transformer.h.{index}.attn."
-        parts = (heads * width, key_heads * width, key_heads * width)
-        for kind in ("weight", "bias"):
-            full = f"{name}c_attn.{kind}"
-            q, k, v = weights[full].T.split(parts) if kind == "weight" else weights[full].split(parts)
-            rows = torch.cat((apply(removed, q), apply(key, k), v))
-            weights[full] = rows.T.contiguous() if kind == "weight" else rows
-    else:
-        name = f"model.layers.{index}.self_attn."
-        for part, matrices in (("q_proj", removed), ("k_proj", key)):
-            for kind in ("weight", "bias"):
-                if (full := f"{name}{part}.{kind}") in weights:
-                    weights[full] = apply(matrices, weights[full])
-    for norm, matrices in (("query_norm", query * kept[:, None]), ("key_norm", key)):
-        if (full := f"{name}options.{norm}.weight") in weights:
-            weights[full] = apply(matrices.abs().round(), weights[full])

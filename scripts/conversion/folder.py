@@ -1,9 +1,9 @@
 """Folders with converted models."""
 
-import functools
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +14,19 @@ from transformers.utils import cached_file
 from whatwhere.model_card import known_origin, weights_fingerprint
 from whatwhere.position_plan import check_name
 
+from ..data.files import read_text
 from ..data.prepared import file_sha256
 from ..data.sonnets import sonnets
 from ..data.tokenize import gguf_options, load_tokenizer, why_not_loaded
 from ..evaluation.checkpoints import check_vocabulary, checked_loading
 from ..writing import check_writable, write_json, writing
-from .encoding import convert
+from .encoding import Converted, convert
 from .record import RECORD, prompt_of
 from .source import check_gguf, gguf_name, load_source
 from .stock import stock_model, write_stock_card
 
+# The text of a `calibration_file` that is read, and the least tokens that it must have.
+_CALIBRATION_CHARACTERS, _CALIBRATION_ROWS, _CALIBRATION_TOKENS = 1 << 16, 4, 256
 # In the output, until it is complete.
 DRAFT = ".partial"
 
@@ -36,14 +39,17 @@ def convert_folder(
     rope_parameters: dict[str, Any] | None = None,
     *,
     gguf_file: str | None = None,
+    calibration_file: Path | None = None,
     stock: bool = False,
-) -> tuple[Any, list[str], list[str]]:
+) -> Converted:
     """Writes a folder, which must be empty or new, with a converted model; returns the same as `convert`.
 
     Args:
         source: a folder or a Hub id.
         position_encoding: None for that of the source.
         gguf_file: the name of a GGUF file in it, whose weights are dequantised.
+        calibration_file: a text on which the queries and keys of layers that change from RoPE to PoPE are measured;
+            by default a short one of this package.
         stock: write a stock Llama or GPT-2 (`stock_model`), which is returned.
     """
     # A killed conversion leaves its draft.
@@ -61,9 +67,15 @@ def convert_folder(
         tokenizer = load_tokenizer(source, gguf_file)
     except (OSError, ValueError) as error:
         raise ValueError(f"checkpoint={source!r} is not valid: {why_not_loaded(source, error)}.") from error
-    model, new, dropped = convert_checkpoint(
-        source, position_encoding, parameters, rope_parameters, gguf_file=gguf_file
+    converted = convert_checkpoint(
+        source,
+        position_encoding,
+        parameters,
+        rope_parameters,
+        gguf_file=gguf_file,
+        calibration_file=calibration_file,
     )
+    model = converted.model
     check_vocabulary(source, tokenizer, model.config)
     if rope_parameters is not None:
         fit_tokenizer(tokenizer, model)
@@ -79,10 +91,15 @@ def convert_folder(
     record: dict[str, Any] = {
         "source": source,
         "source_weights_sha256": local,
-        "new_parameters": new,
-        "dropped_parameters": dropped,
+        "new_parameters": converted.new,
+        "dropped_parameters": converted.dropped,
     }
     record |= {"prompt": prompt, **gguf_options(gguf_file)}
+    if rope_parameters is not None:
+        record["rope_parameters"] = rope_parameters
+    if converted.errors:
+        record["fit_errors"] = converted.errors
+        record["calibration_sha256"] = None if calibration_file is None else file_sha256(calibration_file)
     shutil.rmtree(output / DRAFT, ignore_errors=True)
     # The card has the name of its folder.
     draft = output / DRAFT / output.resolve().name
@@ -99,7 +116,7 @@ def convert_folder(
             file.replace(output / file.name)
     finally:
         shutil.rmtree(output / DRAFT, ignore_errors=True)
-    return model, new, dropped
+    return converted._replace(model=model)
 
 
 def fit_tokenizer(tokenizer: Any, model: Any) -> None:
@@ -107,18 +124,40 @@ def fit_tokenizer(tokenizer: Any, model: Any) -> None:
     tokenizer.model_max_length = max(tokenizer.model_max_length, model.config.max_position_embeddings)
 
 
-def _tokens(source: str, gguf_file: str | None, config: Any) -> torch.Tensor | None:
-    """Returns tokens of a text in rows of one length, int64 (rows, tokens); None without a tokenizer of text."""
+def _tokens(source: str, gguf_file: str | None, config: Any, calibration_file: Path | None) -> torch.Tensor | None:
+    """Returns tokens of the calibration text in rows of one length, int64 (rows, tokens).
+
+    Without a file, None if there is no tokenizer of text. Raises ValueError for a file that gives too few tokens.
+    """
     try:
         tokenizer = load_tokenizer(source, gguf_file)
     except (OSError, ValueError):
-        return None
-    ids = torch.tensor([token for text in sonnets() for token in tokenizer(text, verbose=False)["input_ids"]])
-    ids = ids[ids < config.vocab_size]
+        if calibration_file is None:
+            return None
+        raise
+    texts = sonnets() if calibration_file is None else ["".join(_beginning(calibration_file))]
+    ids = torch.tensor([token for text in texts for token in tokenizer(text, verbose=False)["input_ids"]])
+    ids = ids[ids < config.vocab_size].long()
     length = min(len(ids), config.max_position_embeddings, 2048)
-    if length < 2 or ids.tolist().count(tokenizer.unk_token_id) > len(ids) / 10:
+    unknown = ids.tolist().count(tokenizer.unk_token_id)
+    if calibration_file is not None and (length < _CALIBRATION_TOKENS or unknown > len(ids) / 10):
+        raise ValueError(
+            f"calibration_file={str(calibration_file)!r} is not valid: the model's tokenizer gives {len(ids)} tokens, "
+            f"{unknown} of them unknown words. Allowed: at least {_CALIBRATION_TOKENS} tokens, a tenth of them unknown."
+        )
+    if length < 2 or unknown > len(ids) / 10:
         return None
-    return ids[: len(ids) // length * length].view(-1, length)
+    return ids[: len(ids) // length * length].view(-1, length)[:_CALIBRATION_ROWS]
+
+
+def _beginning(file: Path) -> Iterator[str]:
+    """Yields the beginning of a text file."""
+    length = 0
+    for piece in read_text(str(file)):
+        yield piece
+        length += len(piece)
+        if length >= _CALIBRATION_CHARACTERS:
+            return
 
 
 def convert_checkpoint(
@@ -128,16 +167,27 @@ def convert_checkpoint(
     rope_parameters: dict[str, Any] | None = None,
     *,
     gguf_file: str | None = None,
-) -> tuple[Any, list[str], list[str]]:
+    calibration_file: Path | None = None,
+) -> Converted:
     """Loads a folder or a Hub id, and returns the same as `convert`; parameters that are new in the source stay new.
 
     The arguments are those of `convert_folder`; an encoding that is not given stays the source's.
     """
     model = load_source(source, gguf_file)
-    text = functools.partial(_tokens, source, gguf_file, model.config)
-    model, new, dropped = convert(model, position_encoding, parameters, rope_parameters, text)
+    measured = []
+
+    def text() -> torch.Tensor | None:
+        measured.append(calibration_file)
+        return _tokens(source, gguf_file, model.config, calibration_file)
+
+    converted = convert(model, position_encoding, parameters, rope_parameters, text)
+    if calibration_file is not None and not measured:
+        raise ValueError(
+            f"calibration_file={str(calibration_file)!r} has no effect: no layer changes from RoPE to PoPE. Leave it "
+            "out."
+        )
     optional = {f"_raise_exceptions_for_{kind}": False for kind in ("missing_entries", "connection_errors")}
     record: Any = cached_file(source, RECORD, **optional)
     known = json.loads(Path(record).read_text(encoding="utf-8"))["new_parameters"] if record else ()
-    new += [name for name, _ in model.named_parameters() if name in known and name not in new]
-    return model, new, dropped
+    names = [name for name, _ in converted.model.named_parameters()]
+    return converted._replace(new=converted.new + [name for name in names if name in set(known) - set(converted.new)])

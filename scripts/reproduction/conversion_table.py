@@ -99,8 +99,10 @@ def check_conversion(folder: Path, system: System, source: str) -> None:
     """Raises ValueError if a folder has another conversion than that of a system, of a source with this SHA-256."""
     if read_json(folder / RECORD)["source_weights_sha256"] != source:
         raise ValueError(f"{str(folder)!r} is a conversion of another source: choose another --output.")
-    config = read_json(folder / "config.json")
-    rope = {"rope_type": "default", **(config.get("rope_parameters") or {})}
+    config, record = read_json(folder / "config.json"), read_json(folder / RECORD)
+    # PoPE in place of RoPE has RoPE's frequencies, but no such field.
+    given = config.get("rope_parameters") or record.get("rope_parameters") or {}
+    rope = {"rope_type": "default", **given}
     wanted = {
         "position_encoding": system.encoding,
         "position_encoding_parameters": system.parameters or {},

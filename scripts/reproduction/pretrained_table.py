@@ -117,13 +117,15 @@ FULL = Version(
 )
 VERSIONS = {"pretrained": FULL, "pretrained_small": SMALL}
 
+YARN = {"rope_type": "yarn", "factor": 4.0}
 SYSTEMS = {
     "rope": System("RoPE (the source)"),
-    "yarn": System("RoPE with YaRN, factor 4", rope={"rope_type": "yarn", "factor": 4.0}),
+    "yarn": System("RoPE with YaRN, factor 4", rope=YARN),
     "cope-rope": System("CoPE + RoPE", "cope+rope", new_rate=1e-3),
     "plan-none": System("RoPE, RoPE, none, by layer", ["rope", "rope", "none"]),
     "plan-pope": System("RoPE, RoPE, PoPE, by layer", ["rope", "rope", "pope"]),
     "pope": System("PoPE", "pope"),
+    "pope-yarn": System("PoPE with the frequencies of YaRN, factor 4", "pope", rope=YARN),
     "none": System("none (DroPE)", "none"),
 }
 

@@ -162,8 +162,8 @@ class Finetuning(TrainingRun):
 
     def _load(self) -> None:
         """Loads the model, with weights of the dtype that they are trained in."""
-        model, new, _ = convert_checkpoint(self.options.checkpoint, *self._encoding())
-        self.loaded, self.fresh = model, set(new)
+        converted = convert_checkpoint(self.options.checkpoint, *self._encoding())
+        self.loaded, self.fresh = converted.model, set(converted.new)
         self.dtypes = {name: parameter.dtype for name, parameter in self.loaded.named_parameters()}
         if not self.options.lora or self.fresh:
             # Small updates of bfloat16 weights would be rounded away.
