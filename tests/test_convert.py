@@ -2,7 +2,6 @@
 
 import copy
 import json
-import math
 import shutil
 
 import pytest
@@ -22,7 +21,6 @@ from whatwhere.scripts.cards.folder import write_card
 from whatwhere.scripts.commands.convert import main
 from whatwhere.scripts.conversion.encoding import convert
 from whatwhere.scripts.conversion.folder import convert_checkpoint
-from whatwhere.scripts.conversion.layer_start import attention_of
 from whatwhere.scripts.conversion.source import load_source
 from whatwhere.scripts.data.tokenize import build_tokenizer
 from whatwhere.scripts.evaluation.checkpoints import trained_length_of
@@ -73,131 +71,36 @@ def test_the_source_keeps_its_logits(source):
 )
 def test_an_empty_table_changes_nothing(source, encoding, new):
     stock, folder = source
-    model, added, dropped = convert(load_source(folder), encoding)
+    model, added, dropped, _ = convert(load_source(folder), encoding)
     assert dropped == []
     assert bool(added) == bool(new)
     assert all("encodings" in name for name in added)
     torch.testing.assert_close(logits(model), logits(stock), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-@pytest.mark.parametrize("rotated", [8, 4])
-@pytest.mark.parametrize("theta", [100.0, 1e30])
-@pytest.mark.parametrize(
-    ("magnitude", "options"),
-    [
-        ("identity", {}),
-        ("identity", {"qk_norm": True}),
-        ("relu", {}),
-    ],
-    ids=["identity", "norms", "relu"],
-)
-def test_pope_keeps_pairs_whose_angle_does_not_depend_on_the_content(family, rotated, theta, magnitude, options):
-    """With 1e30 all pairs but the first do not turn, and become plain channels. Positive lengths pass relu."""
-    D, heads, key_heads, pairs = 8, 4, 2, rotated // 2
-    rope = {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": rotated / D}
-    fields = {"attention_bias": True} if family == "llama" else {}
-    model = tiny_model(family, "rope", rope_parameters=rope, max_position_embeddings=512, **fields, **options)
-    polar = pairs if theta == 100.0 else 1
-
-    def turn(rows, count):
-        """Gives the pairs of each head, (heads * D, ...), angles: both channels are multiples of the first."""
-        rows = rows.view(count, D, *rows.shape[1:])
-        quarters = torch.randint(4, (count, pairs)) * (math.pi / 2)
-        angles = quarters if options else 2 * math.pi * torch.rand(count, pairs)
-        shape = (count, pairs, *[1] * (rows.ndim - 2))
-        lengths = rows[:, :pairs].clone()
-        if magnitude == "relu":
-            lengths = lengths.abs() + 1 if rows.ndim == 2 else lengths * 0.02
-        rows[:, :pairs], rows[:, pairs:rotated] = lengths * angles.cos().view(shape), lengths * angles.sin().view(shape)
-
-    with torch.no_grad():
-        for index in range(2):
-            attention, state = attention_of(model, index), torch.random.get_rng_state()
-            projections = (
-                [(attention.q_proj, heads, 0), (attention.k_proj, key_heads, 0)]
-                if family == "llama"
-                else [(attention.c_attn, heads, 0), (attention.c_attn, key_heads, heads * D)]
-            )
-            for number, (projection, count, start) in enumerate(projections):
-                weight = projection.weight if family == "llama" else projection.weight.T
-                for rows in (weight, projection.bias):
-                    torch.random.set_rng_state(state)
-                    torch.rand(number)
-                    turn(rows[start : start + count * D], count)
-    given = {"magnitude": magnitude, "partial_rotary_factor": polar / D}
-    converted, added, dropped = convert(model, "pope", given)
-    assert dropped == []
-    assert [name.rpartition("encodings.")[2] for name in added] == ["pope.delta.weight"] * 2
-    assert converted.config.position_encoding_parameters["theta"] == pytest.approx(theta ** (polar / pairs))
-    torch.testing.assert_close(logits(converted), logits(model), rtol=1e-3, atol=1e-3)
-    # The angles matter.
-    for index in range(2):
-        attention_of(converted, index).encodings.pope.delta.weight.data.zero_()
-    assert (logits(converted) - logits(model)).abs().max() > 0.02
-
-
-def test_pairs_that_turn_become_polar():
-    rope = {"rope_type": "default", "rope_theta": 100.0}
-    frequencies = [100.0 ** (-index / 4) for index in range(4)]
-    for length, polar in ((512, 4), (64, 3), (20, 2), (2, 1)):
-        model = tiny_model("llama", "rope", rope_parameters=rope, max_position_embeddings=length)
-        found = convert(model, "pope")[0].config.position_encoding_parameters
-        assert found["partial_rotary_factor"] == polar / 8
-        assert [found["theta"] ** (-index / polar) for index in range(polar)] == pytest.approx(frequencies[:polar])
-        assert polar == max(1, sum(frequency * length >= 2 * math.pi for frequency in frequencies))
-
-
-def test_without_delta_queries_turn_with_their_keys():
-    model = tiny_model("llama", "rope")
-    converted, added, _ = convert(model, "pope", {"use_delta": False, "magnitude": "identity"})
-    assert added == []
-    polar = int(converted.config.position_encoding_parameters["partial_rotary_factor"] * 8)
-    before, after = attention_of(model, 0), attention_of(converted, 0)
-    # The lengths of the pairs of keys are kept, and the plain channels of both.
-    old, new = before.k_proj.weight.view(2, 8, -1), after.k_proj.weight.view(2, 8, -1)
-    squares = old[:, :polar].square() + old[:, 4 : 4 + polar].square()
-    torch.testing.assert_close(new[:, :polar].square() + new[:, polar : 2 * polar].square(), squares)
-    query = after.q_proj.weight.view(4, 8, -1)
-    assert (query[:, polar : 2 * polar] == 0).all()
-    torch.testing.assert_close(
-        query[:, 2 * polar :], before.q_proj.weight.view(4, 8, -1)[:, [*range(polar, 4), *range(4 + polar, 8)]]
-    )
-
-
 @pytest.mark.parametrize("encoding", list_position_encodings())
 def test_its_own_encoding_changes_nothing(encoding):
     given = {"pope": {"theta": 1e6, "partial_rotary_factor": 0.5}, "cope": {"num_positions": 16}}
     model = tiny_model("gpt2", encoding, position_encoding_parameters=given.get(encoding))
-    converted, added, dropped = convert(model, encoding)
+    converted, added, dropped, _ = convert(model, encoding)
     assert (added, dropped) == ([], [])
     assert converted.config.position_encoding_parameters == model.config.position_encoding_parameters
     torch.testing.assert_close(logits(converted), logits(model))
     if encoding in ("absolute", "sinusoidal"):
         return
     # The same parameters, nested.
-    converted, added, dropped = convert(model, [encoding, encoding])
+    converted, added, dropped, _ = convert(model, [encoding, encoding])
     assert (added, dropped) == ([], [])
     torch.testing.assert_close(logits(converted), logits(model))
 
 
 def test_parameters_that_are_given_replace_those_of_the_source():
     model = tiny_model("llama", "cope", position_encoding_parameters={"num_positions": 16, "gates": "separate_key"})
-    converted, added, dropped = convert(model, "cope", {"num_positions": 8})
+    converted, added, dropped, _ = convert(model, "cope", {"num_positions": 8})
     found = converted.config.position_encoding_parameters
     assert (found["num_positions"], found["gates"]) == (8, "separate_key")
     assert added == dropped
     assert added
-
-
-def test_rope_that_rotates_a_part():
-    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0, "partial_rotary_factor": 0.5}
-    model = tiny_model("llama", "rope", rope_parameters=rope)
-    converted, *_ = convert(model, "pope")
-    found = converted.config.position_encoding_parameters
-    assert (found["partial_rotary_factor"], found["theta"]) == (0.125, pytest.approx(10.0))
-    with pytest.raises(ValueError, match=r"partial_rotary_factor=0.5 .* at most 2"):
-        convert(model, "pope", {"partial_rotary_factor": 0.5})
 
 
 def test_a_new_scaling_keeps_theta():
@@ -327,14 +230,19 @@ def test_the_command(source, tmp_path, capsys):
     build_tokenizer("bytes").save_pretrained(folder)
     card = "---\nlicense: apache-2.0\nbase_model:\n- someone/model\n---\n# Source\n"
     (tmp_path / "source/README.md").write_text(card, encoding="utf-8")
-    options = ["--position-encoding", "[rope, pope]", "--position-encoding-parameters", '{"pope": {"theta": 300.0}}']
+    options = [
+        "--position-encoding",
+        "[rope, pope]",
+        "--position-encoding-parameters",
+        '{"pope": {"magnitude": "relu"}}',
+    ]
     cli.main(["convert", folder, *options, "--output", str(tmp_path / "out")])
     assert "model.layers.*.self_attn.encodings" in capsys.readouterr().out
     assert json.loads((tmp_path / "out/conversion.json").read_text())["source"] == "source"
     data = ModelCard.load(tmp_path / "out/README.md").data
     assert (data.license, data.base_model) == ("apache-2.0", ["someone/model"])
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
-    expected, *_ = convert_checkpoint(folder, ["rope", "pope"], {"pope": {"theta": 300.0}})
+    expected, *_ = convert_checkpoint(folder, ["rope", "pope"], {"pope": {"magnitude": "relu"}})
     torch.testing.assert_close(logits(loaded), logits(expected))
     assert json.loads((tmp_path / "out/config.json").read_text())["position_encoding"] == ["rope", "pope"]
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").eos_token == "<|endoftext|>"
@@ -407,8 +315,6 @@ def test_bad_input(tmp_path):
     transformers.LlamaForSequenceClassification(config).save_pretrained(tmp_path / "classes")
     with pytest.raises(ValueError, match=r"no causal language model .*ForSequenceClassification"):
         load_source(str(tmp_path / "classes"))
-    with pytest.raises(ValueError, match=r"partial_rotary_factor=0.6.* at least 1 must be polar, and at most 4"):
-        convert(tiny_model("llama", "rope"), "pope", {"partial_rotary_factor": 0.625})
     with pytest.raises(ValueError, match=r"position_encoding=.*Did you mean 'pope'"):
         main(["no/source", "--position-encoding", "[rope, pop]", "--output", str(tmp_path / "out")])
     tiny_model("llama", "rope", vocab_size=258).save_pretrained(tmp_path / "no_tokenizer")

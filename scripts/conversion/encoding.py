@@ -72,9 +72,13 @@ def convert(
     given = _merged(
         kept_parameters(old.position_encoding, old.position_encoding_parameters, position_encoding), parameters
     )
-    config = _with_encoding(old, position_encoding, given, **scaling)
+    config = _with_encoding(old, position_encoding, given)
     before, after = layer_plan(old), layer_plan(config)
     changed = [i for i in range(config.num_hidden_layers) if _of(before[i], "rope") and _of(after[i], "pope")]
+    # PoPE gets the frequencies of RoPE, but not its parameters.
+    replaced = changed and not any(_of(layer, "rope") for layer in after)
+    fields = {name: value for name, value in scaling.items() if not replaced or name != "rope_parameters"}
+    config = _with_encoding(old, position_encoding, given, **fields)
     turned = [i for i, new in enumerate(after) if _of(before[i], "none") and (_of(new, "rope") or _of(new, "pope"))]
     if turned and "rope" in old.encoding_names:
         logger.warning(
@@ -85,17 +89,15 @@ def convert(
     starts: dict[int, LayerStart] = {}
     errors: dict[int, float] = {}
     if changed:
+        if any(parameters.frequencies is None for layer in before for _, parameters in _pope(layer)):
+            raise _other_frequencies(position_encoding)
         nested = position_encoding != "pope"
         own, starts, errors = _polar_starts(
             model, changed, (given.get("pope") or {}) if nested else given, scaling, text
         )
-        config = _with_encoding(old, position_encoding, {**given, "pope": own} if nested else own, **scaling)
-        for index, (first, second) in enumerate(zip(before, layer_plan(config))):
-            if any(part not in second for part in first if part[0].name == "pope"):
-                raise ValueError(
-                    f"position_encoding={position_encoding!r} is not valid: layer {index} of the source has PoPE with "
-                    "other frequencies than its RoPE. Allowed: encodings that do not change its RoPE to PoPE."
-                )
+        config = _with_encoding(old, position_encoding, {**given, "pope": own} if nested else own, **fields)
+        if any(part not in after for old_layer, after in zip(before, layer_plan(config)) for part in _pope(old_layer)):
+            raise _other_frequencies(position_encoding)
         for index, start in starts.items():
             start.write(weights, old, index)
     result = type(model)._from_config(config, dtype=model.dtype)
@@ -202,3 +204,14 @@ def _with_encoding(config: Any, position_encoding: str | list[str], parameters: 
 
 def _of(layer: Any, name: str) -> bool:
     return any(cls.name == name for cls, _ in layer)
+
+
+def _pope(layer: Any) -> list[Any]:
+    return [part for part in layer if part[0].name == "pope"]
+
+
+def _other_frequencies(position_encoding: Any) -> ValueError:
+    return ValueError(
+        f"position_encoding={position_encoding!r} is not valid: layers of the source have PoPE with other parameters "
+        "than PoPE gets in place of its RoPE. Allowed: encodings that do not change its RoPE to PoPE."
+    )

@@ -25,8 +25,8 @@ from .record import RECORD, prompt_of
 from .source import check_gguf, gguf_name, load_source
 from .stock import stock_model, write_stock_card
 
-# The text of a `calibration_file` that is read, and the least tokens that it must have.
-_CALIBRATION_CHARACTERS, _CALIBRATION_ROWS, _CALIBRATION_TOKENS = 1 << 16, 4, 256
+# Of a calibration text: the characters that are read, the least and the most tokens, and the most in a row.
+_CALIBRATION_CHARACTERS, _CALIBRATION_LEAST, _CALIBRATION_MOST, _CALIBRATION_ROW = 1 << 16, 256, 8192, 2048
 # In the output, until it is complete.
 DRAFT = ".partial"
 
@@ -138,16 +138,17 @@ def _tokens(source: str, gguf_file: str | None, config: Any, calibration_file: P
     texts = sonnets() if calibration_file is None else ["".join(_beginning(calibration_file))]
     ids = torch.tensor([token for text in texts for token in tokenizer(text, verbose=False)["input_ids"]])
     ids = ids[ids < config.vocab_size].long()
-    length = min(len(ids), config.max_position_embeddings, 2048)
+    length = min(len(ids), config.max_position_embeddings, _CALIBRATION_ROW)
     unknown = ids.tolist().count(tokenizer.unk_token_id)
-    if calibration_file is not None and (length < _CALIBRATION_TOKENS or unknown > len(ids) / 10):
+    if calibration_file is not None and (len(ids) < _CALIBRATION_LEAST or unknown > len(ids) / 10):
         raise ValueError(
             f"calibration_file={str(calibration_file)!r} is not valid: the model's tokenizer gives {len(ids)} tokens, "
-            f"{unknown} of them unknown words. Allowed: at least {_CALIBRATION_TOKENS} tokens, a tenth of them unknown."
+            f"{unknown} of them unknown words. Allowed: at least {_CALIBRATION_LEAST} tokens, a tenth of them unknown."
         )
     if length < 2 or unknown > len(ids) / 10:
         return None
-    return ids[: len(ids) // length * length].view(-1, length)[:_CALIBRATION_ROWS]
+    ids = ids[:_CALIBRATION_MOST]
+    return ids[: len(ids) // length * length].view(-1, length)
 
 
 def _beginning(file: Path) -> Iterator[str]:

@@ -39,9 +39,8 @@ _RIDGE = 1e-4
 # Steps of Adam and their size; after a quarter of them only the best of the starts goes on, and the last quarter has
 # smaller steps.
 _STEPS, _SIZE, _STARTS = 200, 0.05, 8
-# Shares that are added to second moments, so that their roots can be inverted.
-_FLOOR = 1e-6
-_PHASE_FLOOR = 1e-4
+# Share of the trace that is added to the diagonal of second moments: another text has what this one has not.
+_FLOOR = 1e-3
 
 
 def rope_tensor(dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -121,6 +120,8 @@ def _moments(pairs: torch.Tensor) -> torch.Tensor:
 def _key_features(keys: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
     """Returns, for keys (T, P, 2), k_j u_l and their products, (T, P * 14); u = (cos, sin) of the key's phase."""
     first = (keys[..., :, None] * turns[..., None, :]).flatten(-2)
+    # A constant does not change the variances, and this one keeps their digits.
+    first = first - first.mean(0)
     rows, columns = torch.triu_indices(4, 4)
     return torch.cat((first.flatten(1), (first[..., rows] * first[..., columns]).flatten(1)), 1)
 
@@ -153,11 +154,10 @@ def _phase_moments(frequencies: torch.Tensor, length: int) -> torch.Tensor:
     return torch.einsum("dpi,dpj->pij", turns, turns) / len(distances)
 
 
-def _root(moments: torch.Tensor, floor: float) -> torch.Tensor:
-    """Returns upper triangular C with C^T C = second moments (..., 2, 2)."""
+def _with_floor(moments: torch.Tensor) -> torch.Tensor:
+    """Returns second moments (..., 2, 2) that can be inverted."""
     trace = moments.diagonal(dim1=-1, dim2=-2).sum(-1)[..., None, None]
-    unit = torch.eye(2, dtype=moments.dtype)
-    return torch.linalg.cholesky(moments + (floor * trace + torch.finfo(moments.dtype).tiny) * unit).mT
+    return moments + (_FLOOR * trace + 1e-30) * torch.eye(2, dtype=moments.dtype)
 
 
 def _unit(angles: torch.Tensor) -> torch.Tensor:
@@ -182,18 +182,16 @@ def fit(
     """
     G, P = scores.key.shape[:2]
     n = len(scores.query) // G
-    second_query, second_key = scores.query.view(G, n, P, 2, 2) / scores.rows, scores.key / scores.rows
-    second_phase = _phase_moments(scores.frequencies, length)
+    second_query = _with_floor(scores.query.view(G, n, P, 2, 2) / scores.rows)
+    second_key = _with_floor(scores.key / scores.rows)
+    second_phase = _with_floor(_phase_moments(scores.frequencies, length))
     metric = torch.einsum("gnpia,gpjb,pmc->gnpijmabc", second_query, second_key, second_phase).reshape(G, n, P, 8, 8)
     metric = scores.metric.view(G, n, P, 8, 8) / scores.rows + _INDEPENDENT * metric
     target = rope_tensor().flatten()
     size = torch.einsum("gnpxy,x,y->gnp", metric, target, target)
-    floor = _FLOOR * size.mean() + torch.finfo(torch.float64).tiny
+    floor = 1e-6 * size.mean() + torch.finfo(torch.float64).tiny
     # Directions are angles of unit vectors in coordinates in which the second moments are 1.
-    key_root, phase_root = (
-        torch.linalg.inv(_root(second_key, _FLOOR)),
-        torch.linalg.inv(_root(second_phase, _PHASE_FLOOR)),
-    )
+    key_root, phase_root = (torch.linalg.inv(torch.linalg.cholesky(one).mT) for one in (second_key, second_phase))
     bases = None
     if norms is not None:
         # Perpendicular directions before the norms' weights.
@@ -202,7 +200,7 @@ def fit(
     angles = problem.solve()
     with torch.no_grad():
         query, key, phase = problem.directions(*angles)[:3]
-    query, key, phase = (one[0].double() for one in (query, key, phase))
+    query, key, phase = query[0], key[0], phase[0]
     delta = torch.atan2(phase[..., 1], phase[..., 0])
     query = query * phase.norm(dim=-1)[..., None]
     tensor = torch.einsum("gnpci,gpcj,gnpcm->gnpijm", query, key, _unit(delta)).flatten(-3) - target
@@ -247,26 +245,24 @@ class _Problem:
         G, n, P = metric.shape[:3]
         self.shape = G, n, P
         target = rope_tensor().flatten()
-        self.metric = metric.float().view(G, n, P, 2, 4, 2, 4)
-        self.product = torch.einsum("gnpxy,y->gnpx", metric, target).float().view(G, n, P, 2, 4)
-        self.size = torch.einsum("gnpxy,x,y->gnp", metric, target, target).float()
-        self.key_root, self.phase_root = key_root.float(), phase_root.float()
-        self.bases = None if bases is None else tuple(one.float() for one in bases)
-        self.use_delta = use_delta
+        self.metric = metric.view(G, n, P, 2, 4, 2, 4)
+        self.product = torch.einsum("gnpxy,y->gnpx", metric, target).view(G, n, P, 2, 4)
+        self.size = torch.einsum("gnpxy,x,y->gnp", metric, target, target)
+        self.key_root, self.phase_root, self.bases, self.use_delta = key_root, phase_root, bases, use_delta
 
     def _starts(self) -> list[torch.Tensor]:
-        """Returns random angles, float32: (S, G, P, C or 1), (S, G, n, P, C), and with norms (S, G, n, P, 1)."""
+        """Returns random angles, float64: (S, G, P, C or 1), (S, G, n, P, C), and with norms (S, G, n, P, 1)."""
         G, n, P = self.shape
         generator = torch.Generator().manual_seed(0)
         shapes = [(G, P, 2), (G, n, P, 2)] if self.bases is None else [(G, P, 1), (G, n, P, 2), (G, n, P, 1)]
-        return [math.pi * torch.rand(_STARTS, *shape, generator=generator) for shape in shapes]
+        return [math.pi * torch.rand(_STARTS, *shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
     def directions(self, key: torch.Tensor, phase: torch.Tensor, *query: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Returns a (S, G, n, P, C, 2), b (S, G, P, C, 2), (cos, sin) of delta times a size, and the errors."""
         phases = torch.einsum("pmM,sgnpcM->sgnpcm", self.phase_root, _unit(phase))
         if not self.use_delta:
-            phases = torch.tensor([1.0, 0.0]).expand(phases.shape)
-        quarter = torch.tensor([0.0, math.pi / 2])
+            phases = torch.tensor([1.0, 0.0], dtype=torch.float64).expand(phases.shape)
+        quarter = torch.tensor([0.0, math.pi / 2], dtype=torch.float64)
         if self.bases is None:
             keys = torch.einsum("gpjJ,sgpcJ->sgpcj", self.key_root, _unit(key))
         else:
@@ -277,13 +273,13 @@ class _Problem:
         right = torch.einsum("sgnpcx,gnpix->sgnpci", both, self.product)
         if self.bases is None:
             normal, right = normal.flatten(-4, -3).flatten(-2), right.flatten(-2)
-            same = torch.block_diag(torch.ones(2, 2), torch.ones(2, 2))
+            same = torch.block_diag(torch.ones(2, 2), torch.ones(2, 2)).double()
         else:
             normal = torch.einsum("sgnpci,sgnpciCI,sgnpCI->sgnpcC", queries, normal, queries)
             right = (queries * right).sum(-1)
             same = torch.eye(2)
         trace = normal.diagonal(dim1=-1, dim2=-2).sum(-1)[..., None, None]
-        ridge = _RIDGE * normal * same + (1e-7 * trace + 1e-30) * torch.eye(normal.shape[-1])
+        ridge = _RIDGE * normal * same + (1e-9 * trace + 1e-30) * torch.eye(normal.shape[-1])
         solved = torch.linalg.solve(normal + ridge, right)
         error = self.size - (right * solved).sum(-1)
         factors = solved.unflatten(-1, (2, 2)) if self.bases is None else solved[..., None] * queries
