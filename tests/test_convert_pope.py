@@ -11,7 +11,7 @@ import transformers
 import whatwhere_cli as cli
 from test_stock_equality import LLAMA
 from tiny import tiny_model, tokens
-from whatwhere.scripts.conversion import polar_fit
+from whatwhere.scripts.conversion import encoding, polar_fit
 from whatwhere.scripts.conversion.encoding import convert
 from whatwhere.scripts.conversion.layer_start import attention_of
 from whatwhere.scripts.data.tokenize import build_tokenizer
@@ -70,7 +70,8 @@ def assert_angles_matter(converted, expected):
 @pytest.mark.parametrize("options", [{}, {"qk_norm": True}], ids=["plain", "norms"])
 def test_the_fit_is_exact_where_two_channels_can_be(family, rotated, theta, options):
     model = model_of_one_direction(family, rotated, theta=theta, quarters=bool(options), **options)
-    converted, added, dropped, errors = convert(model, "pope")
+    scale = "1/sqrt(2d)" if rotated == 4 else "1/sqrt(d)"
+    converted, added, dropped, errors = convert(model, "pope", {"scale": scale})
     assert dropped == []
     assert [name.rpartition("encodings.")[2] for name in added] == ["pope.delta.weight"] * 2
     found = converted.config.position_encoding_parameters
@@ -194,7 +195,10 @@ def test_rope_that_rotates_a_part():
     fewer = convert(model, "pope", {"partial_rotary_factor": 0.25}).model.config.position_encoding_parameters
     assert fewer["frequencies"] == pytest.approx([0.5, 0.5])
     for factor in (0.75, 0.125):
-        with pytest.raises(ValueError, match=rf"partial_rotary_factor={factor} .* at most 4, and an even number"):
+        with pytest.raises(
+            ValueError,
+            match=rf"partial_rotary_factor={factor} .* it must give at least 2, at most 4, and a multiple of 2",
+        ):
             convert(model, "pope", {"partial_rotary_factor": factor})
 
 
@@ -269,6 +273,47 @@ def test_without_delta_queries_turn_with_their_keys():
     )
 
 
+@pytest.mark.parametrize("rotated", [8, 4])
+@pytest.mark.parametrize("fields", [{}, {"attention_bias": True, "num_key_value_heads": 1}], ids=str)
+def test_exact(rotated, fields):
+    rope = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": rotated / D}
+    model = tiny_model("llama", "rope", rope_parameters=rope, **fields)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    text = {"text": lambda: pytest.fail("there is nothing to fit")}
+    for scale in ("1/sqrt(d)", "1/sqrt(2d)"):
+        converted, added, dropped, errors = convert(model, "pope", {"scale": scale}, **text, exact=True)
+        assert (dropped, errors) == ([], {})
+        assert {name.rpartition("encodings.")[2] for name in added} == {"pope.delta.weight"}
+        config = converted.config
+        assert config.head_dim == D + rotated // 2
+        assert len(config.position_encoding_parameters["frequencies"]) == 3 * rotated // 2
+        torch.testing.assert_close(logits(converted), logits(model), rtol=1e-4, atol=1e-4)
+    generated = converted.generate(tokens(1, 8), max_new_tokens=4, do_sample=False)
+    assert torch.equal(generated, model.generate(tokens(1, 8), max_new_tokens=4, do_sample=False))
+    assert_angles_matter(converted, logits(model))
+
+
+def test_exact_is_refused():
+    for family, new, parameters, fields, said in (
+        ("llama", ["rope", "pope"], {}, {}, "does not change all layers from RoPE to PoPE"),
+        ("llama", "cope", {}, {}, "does not change all layers"),
+        ("gpt2", "pope", {}, {}, "the width of heads cannot be changed in the GPT-2 family"),
+        ("llama", "pope", {}, {"qk_norm": True}, "the source has qk_norm=True"),
+        ("llama", "pope", {"magnitude": "softplus"}, {}, r"\['magnitude'\]='softplus' .* exact=True needs 'identity'"),
+        ("llama", "pope", {"use_delta": False}, {}, r"\['use_delta'\]=False .* exact=True needs True"),
+        ("llama", "pope", {"partial_rotary_factor": 0.5}, {}, "it gives 6 polar channels of 12.* it must give 12"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            convert(tiny_model(family, "rope", **fields), new, parameters, exact=True)
+
+
+@pytest.mark.parametrize("width", [22, 64, 80, 176])
+def test_shares_give_their_number_of_channels(width):
+    assert all(int(width * encoding._share(polar, width)) == polar for polar in range(1, width + 1))
+
+
 def test_the_calibration_file(tmp_path, capsys):
     config = transformers.LlamaConfig(**{**LLAMA, "vocab_size": 258})
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "source")
@@ -276,8 +321,8 @@ def test_the_calibration_file(tmp_path, capsys):
     (tmp_path / "text.txt").write_text("A text of the user's own. " * 40)
     (tmp_path / "short.txt").write_text("Too short.")
 
-    def run(name, file, encoding="pope"):
-        options = ["--position-encoding", encoding, "--calibration-file", str(tmp_path / file)]
+    def run(name, file, new="pope"):
+        options = ["--position-encoding", new, "--calibration-file", str(tmp_path / file)]
         cli.main(["convert", str(tmp_path / "source"), *options, "--output", str(tmp_path / name)])
         return json.loads((tmp_path / name / "conversion.json").read_text())
 
@@ -294,11 +339,11 @@ def test_the_calibration_file(tmp_path, capsys):
     assert default["fit_errors"] != record["fit_errors"]
     refused = {
         "short.txt": ("pope", "short.txt' is not valid: the model's tokenizer gives 10 tokens"),
-        "text.txt": ("cope", "text.txt' has no effect: no layer changes from RoPE to PoPE"),
+        "text.txt": ("cope", "text.txt' has no effect: no layer is fitted"),
         "missing.txt": ("pope", "missing.txt"),
     }
-    for file, (encoding, said) in refused.items():
+    for file, (new, said) in refused.items():
         with pytest.raises(SystemExit) as exit_:
-            run(f"refused {file}", file, encoding)
+            run(f"refused {file}", file, new)
         assert said in f"{exit_.value.code} {capsys.readouterr().err}"
         assert not (tmp_path / f"refused {file}/config.json").exists()

@@ -41,6 +41,12 @@ def parser() -> argparse.ArgumentParser:
         help="a text on which the queries and keys of RoPE are measured where it becomes PoPE; default: a short one of "
         "the package",
     )
+    result.add_argument(
+        "--exact",
+        action="store_true",
+        help="PoPE in place of RoPE has the same logits, with three channels for each pair of RoPE: heads are 1.5 "
+        "times as wide",
+    )
     result.add_argument("--stock", action="store_true", help="write a stock model of Transformers, without code")
     result.add_argument("--output", required=True, type=pathlib.Path, metavar="DIR", help="an empty or new folder")
     return result

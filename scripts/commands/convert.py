@@ -13,7 +13,12 @@ from ..errors import program
 def main(arguments: list[str] | None = None) -> None:
     options = parser().parse_args(arguments)
     encoding = options.position_encoding, options.position_encoding_parameters, options.rope_parameters
-    files = {"gguf_file": options.gguf_file, "calibration_file": options.calibration_file, "stock": options.stock}
+    files = {
+        "gguf_file": options.gguf_file,
+        "calibration_file": options.calibration_file,
+        "exact": options.exact,
+        "stock": options.stock,
+    }
     model, new, dropped, errors = convert_folder(options.source, options.output, *encoding, **files)
     if options.stock:
         print(f"{options.output}: stock {model.config.model_type}, {model.num_parameters():,} parameters.")

@@ -20,7 +20,7 @@ from whatwhere.position_rope import RotaryTables, check_rope_parameters
 
 from .alignment import aligned_starts, complete_turns
 from .layer_start import LayerStart, attention_of, rotated_channels
-from .polar_fit import fitted_starts
+from .polar_fit import exact_starts, fitted_starts
 
 logger = logging.get_logger(__name__)
 
@@ -50,6 +50,8 @@ def convert(
     parameters: dict[str, Any] | None = None,
     rope_parameters: dict[str, Any] | None = None,
     text: Callable[[], torch.Tensor | None] = lambda: None,
+    *,
+    exact: bool = False,
 ) -> Converted:
     """Returns a model with another position encoding, which shares the memory of the weights that stay the same.
 
@@ -62,6 +64,7 @@ def convert(
         rope_parameters: of the new model; PoPE gets RoPE's frequencies with these.
         text: called if layers change from RoPE to PoPE. Returns tokens of texts of one length, int64 (texts, tokens),
             on which queries and keys are measured, or None for random ones.
+        exact: PoPE in place of RoPE gets three channels for each pair, with the source's logits and wider heads.
 
     Raises:
         ValueError: parameters that are not valid, or that the conversion cannot keep.
@@ -88,13 +91,16 @@ def convert(
     weights = dict(model.state_dict())
     starts: dict[int, LayerStart] = {}
     errors: dict[int, float] = {}
+    if exact:
+        _check_exact(old, position_encoding, before, changed)
     if changed:
         if any(parameters.frequencies is None for layer in before for _, parameters in _pope(layer)):
             raise _other_frequencies(position_encoding)
         nested = position_encoding != "pope"
-        own, starts, errors = _polar_starts(
-            model, changed, (given.get("pope") or {}) if nested else given, scaling, text
-        )
+        own = (given.get("pope") or {}) if nested else given
+        own, starts, errors = _polar_starts(model, changed, own, scaling, text, exact=exact)
+        if exact:
+            fields["head_dim"] = starts[0].key.shape[1]
         config = _with_encoding(old, position_encoding, {**given, "pope": own} if nested else own, **fields)
         if any(part not in after for old_layer, after in zip(before, layer_plan(config)) for part in _pope(old_layer)):
             raise _other_frequencies(position_encoding)
@@ -120,6 +126,8 @@ def _polar_starts(
     given: dict[str, Any],
     scaling: dict[str, Any],
     text: Callable[[], torch.Tensor | None],
+    *,
+    exact: bool,
 ) -> tuple[dict[str, Any], dict[int, LayerStart], dict[int, float]]:
     """Returns PoPE's parameters, and the starts and the errors of the fit, for layers that change from RoPE to PoPE.
 
@@ -134,17 +142,18 @@ def _polar_starts(
         logger.warning(
             f"rope_type={kind!r} changes the frequencies with the length of the text. PoPE gets those of short texts."
         )
-    # A pair has two polar channels, or one and a plain one.
-    each = 2 if identity else 1
+    # A pair has two polar channels, or three, or one and a plain one.
+    each = 3 if exact else 2 if identity else 1
+    width += pairs if exact else 0
     length = rope_config.max_position_embeddings
-    default = 2 * pairs if identity else complete_turns(rope.inv_freq, length)
-    own = {"partial_rotary_factor": default / width, **given}
+    default = each * pairs if identity or exact else complete_turns(rope.inv_freq, length)
+    own = {"partial_rotary_factor": _share(default, width), **given}
     polar = int(width * own["partial_rotary_factor"])
-    if polar % each or not each <= polar <= each * pairs:
+    if polar % each or not each <= polar <= each * pairs or (exact and polar != default):
+        allowed = f"{default}" if exact else f"at least {each}, at most {each * pairs}, and a multiple of {each}"
         raise ValueError(
-            f"partial_rotary_factor={own['partial_rotary_factor']!r} is not valid: of {width} channels at least {each} "
-            f"must be polar, at most {each * pairs}{', and an even number' if identity else ''}, since RoPE rotates "
-            f"{pairs} pairs."
+            f"partial_rotary_factor={own['partial_rotary_factor']!r} is not valid: it gives {polar} polar channels of "
+            f"{width}. RoPE rotates {pairs} pairs, so it must give {allowed}."
         )
     frequencies = rope.inv_freq[: polar // each].double()
     found = frequencies.repeat_interleave(each).tolist()
@@ -154,16 +163,24 @@ def _polar_starts(
                 f"position_encoding_parameters[{name!r}]={given[name]!r} is not valid: in place of RoPE, PoPE gets its "
                 "frequencies, which rope_parameters change. Leave it out."
             )
+    for name, needed in (("magnitude", "identity"), ("use_delta", True)):
+        if exact and given.get(name, needed) != needed:
+            raise ValueError(
+                f"position_encoding_parameters[{name!r}]={given[name]!r} is not valid: exact=True needs {needed!r}."
+            )
     own |= {"magnitude": given.get("magnitude", "identity"), "frequencies": found}
+    # PoPE has no factor of cosines and sines.
+    plain = math.sqrt(2 if own.get("scale") == "1/sqrt(2d)" else 1) * math.sqrt(width / head_dim(config))
+    factors = plain * rope.attention_scaling**2, plain
+    if exact:
+        return own, exact_starts(model, layers, factors), {}
     if (tokens := text()) is None:
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(config.vocab_size, (4, min(512, config.max_position_embeddings)), generator=generator)
     use_delta = own.get("use_delta", True)
     if not identity:
         return own, aligned_starts(model, tokens, layers, polar, use_delta=use_delta), {}
-    # PoPE has no factor of cosines and sines.
-    factor = rope.attention_scaling**2 * (math.sqrt(2) if own.get("scale") == "1/sqrt(2d)" else 1.0)
-    return own, *fitted_starts(model, tokens, layers, frequencies, length, factor=factor, use_delta=use_delta)
+    return own, *fitted_starts(model, tokens, layers, frequencies, length, factors=factors, use_delta=use_delta)
 
 
 def _scaling(old: Any, given: dict[str, Any]) -> dict[str, Any]:
@@ -208,6 +225,26 @@ def _of(layer: Any, name: str) -> bool:
 
 def _pope(layer: Any) -> list[Any]:
     return [part for part in layer if part[0].name == "pope"]
+
+
+def _share(polar: int, width: int) -> float:
+    """Returns a `partial_rotary_factor` that gives a number of polar channels."""
+    share = polar / width
+    # The product is rounded down.
+    return share if int(width * share) == polar else math.nextafter(share, 1.0)
+
+
+def _check_exact(config: Any, position_encoding: Any, before: list[Any], changed: list[int]) -> None:
+    """Raises ValueError if PoPE with three channels for each pair cannot replace RoPE."""
+    problem = ""
+    if len(changed) != len(before):
+        problem = f"position_encoding={position_encoding!r} does not change all layers from RoPE to PoPE"
+    elif not hasattr(config, "head_dim"):
+        problem = "the width of heads cannot be changed in the GPT-2 family"
+    elif others := [name for name in ("qk_norm", "output_norm", "output_gate") if getattr(config, name)]:
+        problem = f"the source has {others[0]}=True, which would see the additional channels"
+    if problem:
+        raise ValueError(f"exact=True is not valid: {problem}. Leave it out.")
 
 
 def _other_frequencies(position_encoding: Any) -> ValueError:

@@ -40,6 +40,7 @@ def convert_folder(
     *,
     gguf_file: str | None = None,
     calibration_file: Path | None = None,
+    exact: bool = False,
     stock: bool = False,
 ) -> Converted:
     """Writes a folder, which must be empty or new, with a converted model; returns the same as `convert`.
@@ -50,6 +51,7 @@ def convert_folder(
         gguf_file: the name of a GGUF file in it, whose weights are dequantised.
         calibration_file: a text on which the queries and keys of layers that change from RoPE to PoPE are measured;
             by default a short one of this package.
+        exact: see `convert`.
         stock: write a stock Llama or GPT-2 (`stock_model`), which is returned.
     """
     # A killed conversion leaves its draft.
@@ -74,6 +76,7 @@ def convert_folder(
         rope_parameters,
         gguf_file=gguf_file,
         calibration_file=calibration_file,
+        exact=exact,
     )
     model = converted.model
     check_vocabulary(source, tokenizer, model.config)
@@ -169,6 +172,7 @@ def convert_checkpoint(
     *,
     gguf_file: str | None = None,
     calibration_file: Path | None = None,
+    exact: bool = False,
 ) -> Converted:
     """Loads a folder or a Hub id, and returns the same as `convert`; parameters that are new in the source stay new.
 
@@ -181,11 +185,11 @@ def convert_checkpoint(
         measured.append(calibration_file)
         return _tokens(source, gguf_file, model.config, calibration_file)
 
-    converted = convert(model, position_encoding, parameters, rope_parameters, text)
+    converted = convert(model, position_encoding, parameters, rope_parameters, text, exact=exact)
     if calibration_file is not None and not measured:
         raise ValueError(
-            f"calibration_file={str(calibration_file)!r} has no effect: no layer changes from RoPE to PoPE. Leave it "
-            "out."
+            f"calibration_file={str(calibration_file)!r} has no effect: no layer is fitted, as where RoPE "
+            "changes to PoPE without exact. Leave it out."
         )
     optional = {f"_raise_exceptions_for_{kind}": False for kind in ("missing_entries", "connection_errors")}
     record: Any = cached_file(source, RECORD, **optional)

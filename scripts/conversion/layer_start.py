@@ -24,7 +24,8 @@ class LayerStart:
     """The start of a layer, float64.
 
     Attributes:
-        query, key: matrices (H, D, D) and (G, D, D), which give the channels of PoPE from those of RoPE, before norms.
+        query, key: matrices (H, D', D) and (G, D', D), which give D' channels of PoPE from D of RoPE, before norms.
+            Where D' is greater than D, values get channels that are zero.
         delta: the phase shifts, (H, R), in radians, within [-2 pi, 0].
         query_norm, key_norm: new weights of `qk_norm`, (H, D) and (G, D).
     """
@@ -42,7 +43,7 @@ class LayerStart:
         def apply(matrices: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
             """Returns the rows (heads * D, ...) of a weight or a bias, turned."""
             turned = matrices.to(rows.device) @ rows.double().reshape(len(matrices), width, -1)
-            return turned.reshape(rows.shape).to(rows.dtype)
+            return turned.reshape(-1, *rows.shape[1:]).to(rows.dtype)
 
         if config.model_type == "whatwhere_gpt2":
             name = f"transformer.h.{index}.attn."
@@ -58,6 +59,13 @@ class LayerStart:
                 for kind in ("weight", "bias"):
                     if (full := f"{name}{part}.{kind}") in weights:
                         weights[full] = apply(matrices, weights[full])
+            if (added := self.key.shape[1] - width) > 0:
+                wider = torch.eye(width + added, width, dtype=torch.float64)
+                for kind in ("weight", "bias"):
+                    if (full := f"{name}v_proj.{kind}") in weights:
+                        weights[full] = apply(wider.expand(key_heads, -1, -1), weights[full])
+                full = f"{name}o_proj.weight"
+                weights[full] = apply(wider.expand(heads, -1, -1), weights[full].T).T.contiguous()
         for norm, new in (("query_norm", self.query_norm), ("key_norm", self.key_norm)):
             if new is not None:
                 full = f"{name}options.{norm}.weight"

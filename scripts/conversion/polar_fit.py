@@ -30,7 +30,7 @@ from whatwhere.position_base import head_dim
 
 from ..processes import is_first_process
 from ..progress import Progress
-from .layer_start import SKIPPED, LayerStart, norm_weights, observe, rotated_channels
+from .layer_start import SKIPPED, LayerStart, attention_of, norm_weights, observe, rotated_channels
 
 # Share of the form of independent queries and keys in the metric.
 _INDEPENDENT = 0.03
@@ -317,7 +317,7 @@ def fitted_starts(
     frequencies: torch.Tensor,
     length: int,
     *,
-    factor: float,
+    factors: tuple[float, float],
     use_delta: bool,
 ) -> tuple[dict[int, LayerStart], dict[int, float]]:
     """Returns the starts of layers, and the errors of their fits, see `Fit`.
@@ -330,12 +330,12 @@ def fitted_starts(
         layers: their indices.
         frequencies: of the pairs that become polar, which are the first ones, float64, radians per token.
         length: the trained length, in tokens.
-        factor: of the scores of polar channels.
+        factors: of the scores of polar channels, and of the others.
         use_delta: False: delta is 0.
     """
     width, pairs = head_dim(model.config), rotated_channels(model.config) // 2
     fitted = len(frequencies)
-    scores = {index: Scores(frequencies, width**-0.5) for index in layers}
+    scores = {index: Scores(frequencies, attention_of(model, index).scaling) for index in layers}
     observe(model, tokens, {index: one.add for index, one in scores.items()}, "scores of RoPE")
     starts, errors = {}, {}
     with Progress("fit of PoPE", len(layers), unit="layers", shown=is_first_process()) as progress:
@@ -343,29 +343,58 @@ def fitted_starts(
             norms = norm_weights(model, index)
             parts = None if norms is None else tuple(_pairs(one[:, None], pairs)[:, 0, :fitted] for one in norms)
             found = fit(scores.pop(index), length, parts, use_delta=use_delta)
-            directions, sizes = [found.query * factor, found.key], None
-            if norms is not None:
+            directions, sizes, plain = [found.query * factors[0], found.key], [], [factors[1], 1.0]
+            if norms is not None and parts is not None:
                 turned = [_before_norm(one, part) for one, part in zip(directions, parts)]
                 others = [*range(fitted, pairs), *range(pairs + fitted, width)]
-                sizes = [torch.cat((size.flatten(1), one[:, others]), 1) for (_, size), one in zip(turned, norms)]
-                directions = [frame for frame, _ in turned]
-            matrices = [_matrices(one, pairs, width) for one in directions]
-            start = LayerStart(*matrices, found.delta.flatten(1), *(sizes or ()))
+                for (_, size), weights, factor in zip(turned, norms, plain):
+                    sizes.append(torch.cat((size.flatten(1), weights[:, others] * factor), 1))
+                directions, plain = [frame for frame, _ in turned], [1.0, 1.0]
+            query, key = (_matrices(one, pairs, width, factor) for one, factor in zip(directions, plain))
+            start = LayerStart(query, key, found.delta.flatten(1), *sizes)
             starts[index], errors[index] = start, found.error
             progress.advance()
     return starts, errors
 
 
-def _matrices(directions: torch.Tensor, pairs: int, width: int) -> torch.Tensor:
-    """Returns the matrices of heads (heads, D, D) for the directions of their first pairs (heads, pairs, C, 2)."""
-    heads, fitted = directions.shape[:2]
-    matrices = torch.zeros(heads, width, width, dtype=torch.float64)
-    for channel in range(2):
-        rows = torch.arange(channel, 2 * fitted, 2)
+def exact_starts(model: Any, layers: list[int], factors: tuple[float, float]) -> dict[int, LayerStart]:
+    """Returns the starts of layers with three polar channels for each pair, which have exactly its score.
+
+    With |q|, |k| and the angles x, y of the pair of a query and a key, RoPE's score is |q| |k| cos(w d + x - y). The
+    channels have |q| |k| cos(x - t) cos(y + t) cos(w d - t) for t = 0, 2 pi / 3 and 4 pi / 3. A quarter of each is
+    RoPE's score, and the rest are cosines with the phases -t, -t and t, whose sums over t are zero.
+
+    Heads have D + P channels. For the arguments see `fitted_starts`.
+    """
+    config = model.config
+    width, pairs = head_dim(config), rotated_channels(config) // 2
+    turns = torch.arange(3, dtype=torch.float64) * (2 * math.pi / 3)
+    starts = {}
+    for index in layers:
+        query = (_unit(turns) * (factors[0] * 4 / 3)).expand(config.num_attention_heads, pairs, 3, 2)
+        key = _unit(-turns).expand(config.num_key_value_heads, pairs, 3, 2)
+        # Away from the bounds 0 and -2 pi of delta, where its gradient changes its sign.
+        delta = (turns - 2 * math.pi).repeat(config.num_attention_heads, pairs)
+        delta[:, ::3] = -math.pi
+        query = torch.cat((-query[:, :, :1], query[:, :, 1:]), 2)
+        starts[index] = LayerStart(_matrices(query, pairs, width, factors[1]), _matrices(key, pairs, width), delta)
+    return starts
+
+
+def _matrices(directions: torch.Tensor, pairs: int, width: int, plain: float = 1.0) -> torch.Tensor:
+    """Returns the matrices of heads (heads, D', D) for the directions of their first pairs (heads, pairs, C, 2).
+
+    plain: the factor of the other channels.
+    """
+    heads, fitted, channels = directions.shape[:3]
+    polar = channels * fitted
+    others = [*range(fitted, pairs), *range(pairs + fitted, width)]
+    matrices = torch.zeros(heads, polar + len(others), width, dtype=torch.float64)
+    for channel in range(channels):
+        rows = torch.arange(channel, polar, channels)
         for part in range(2):
             matrices[:, rows, torch.arange(fitted) + part * pairs] = directions[:, :, channel, part]
-    others = [*range(fitted, pairs), *range(pairs + fitted, width)]
-    matrices[:, range(2 * fitted, width), others] = 1.0
+    matrices[:, range(polar, polar + len(others)), others] = plain
     return matrices
 
 
