@@ -34,7 +34,7 @@ CHUNK_ROWS = 128
 
 
 def _parts(
-    tensors: Sequence[Any], scaling: float, dropout: float = 0.0, *, grad: bool = False
+    tensors: Sequence[Any], scaling: float, dropout: float = 0.0, *, grad: bool = False, decoding: bool = False
 ) -> Iterator[tuple[slice, slice, dict[str, Any]]]:
     """Yields rows, keys and options of `kernel_flash`: one part, or with relative positions one for each chunk.
 
@@ -45,7 +45,8 @@ def _parts(
     size = query.shape[2] if table is None else chunk_rows(query, 8 * table.shape[0], CHUNK_ROWS)
     for rows, keys, options in row_parts(query, key, size, key_ranges=key_ranges, seed=seed, dropout=dropout):
         if table is None:
-            logit_bias = decay_argument(*(decay if row_decay is None else (row_decay, key_decay)))
+            both = decay if row_decay is None else (row_decay, key_decay)
+            logit_bias = decay_argument(*both, near=not decoding)
         else:
             positions = row_positions[:, rows], key_positions[:, keys]
             logit_bias = relative_argument(query[:, :, rows], table, *positions, scaling, grad=grad)
@@ -87,7 +88,7 @@ def _backward(
 
 
 def _decode(tensors: Sequence[Any], scaling: float, dropout: float) -> torch.Tensor:
-    ((_, _, options),) = _parts(tensors, scaling)
+    ((_, _, options),) = _parts(tensors, scaling, decoding=True)
     return flash_decode(*tensors[:3], **options)
 
 

@@ -722,10 +722,10 @@ class _Pass:
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self.query.device)
 
-    def logit_bias(self, rows: slice, keys: slice = slice(None), *, grad: bool = False) -> Any:
+    def logit_bias(self, rows: slice, keys: slice = slice(None), *, grad: bool = False, near: bool = False) -> Any:
         """The decay or the relative positions of some rows as an argument of a kernel, or None."""
         if self.decay is not None:
-            return decay_argument(self.decay[0][:, :, rows], self.decay[1][:, :, keys])
+            return decay_argument(self.decay[0][:, :, rows], self.decay[1][:, :, keys], near=near)
         if self.relative is None:
             return None
         table, row_positions, key_positions = self.relative
@@ -739,7 +739,7 @@ class _Pass:
         seen = {"key_ranges": self.key_ranges, "seed": self.seed, "dropout": self.probability}
         for rows, keys, options in row_parts(self.query, self.key, size, **seen):
             blocks = slice(rows.start // self.rows, triton.cdiv(rows.stop, self.rows))
-            options |= {"scaling": self.scaling, "logit_bias": self.logit_bias(rows, keys, grad=grad)}
+            options |= {"scaling": self.scaling, "logit_bias": self.logit_bias(rows, keys, grad=grad, near=True)}
             yield rows, keys, {**options, "bound": (window.start[:, :, blocks], self.rows)}
 
     def position_values(self, first: int, into: torch.Tensor) -> None:

@@ -14,6 +14,8 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 # The distance of what is no row or no key from all others.
 FAR = tl.constexpr(1 << 29)
+# Keys of a block whose newest key is the reference of a decay: the columns of most tiles.
+REFERENCE_KEYS = tl.constexpr(64)
 
 
 class LogitBias(NamedTuple):
@@ -26,6 +28,8 @@ class LogitBias(NamedTuple):
         rows, keys: float32 (1 or B, H, Q, 2) and (1 or B, H, K, 2): c in base 2 as the sum of two numbers, since
             differences of large ones would lose their digits. Or int32 (1 or B, Q) and (1 or B, K), the positions.
         batch_rows, batch_keys: the strides of the batch.
+        near: float32 (1 or B, H, K), for a decay: c of each key less the first number of the newest key of its block of
+            REFERENCE_KEYS. None where nothing reads it.
         z: float32 (B, H, Q, P), or None for a decay.
         grad: zeros, to which the gradient of z is added, or None.
         last: P - 1.
@@ -35,6 +39,7 @@ class LogitBias(NamedTuple):
     keys: Any
     batch_rows: Any
     batch_keys: Any
+    near: Any = None
     z: Any = None
     grad: Any = None
     last: Any = 0
@@ -52,8 +57,9 @@ def bias_rows(logit_bias, b, h, member, rows, inside, Q, K, AXIS: tl.constexpr):
     """Returns what `bias_values` and `bias_gradient` need for `rows`, those of head h that are `inside`.
 
     `member` is b * H + h. All have one axis, and AXIS is added to it; for rows of several heads, h has that axis too,
-    and `member` does not. For a decay: c in two parts, and the address of the keys' c. For relative positions: the
-    address of the rows' numbers, the positions of the rows, and the address of the keys' positions.
+    and `member` does not. For a decay: c in two parts, and the addresses of the keys' c and of `near`, if it is given.
+    For relative positions: the address of the rows' numbers, the positions of the rows, and the address of the keys'
+    positions.
     """
     if logit_bias.z is None:
         # Rows that are not there get no weights.
@@ -65,7 +71,10 @@ def bias_rows(logit_bias, b, h, member, rows, inside, Q, K, AXIS: tl.constexpr):
         second = tl.load(logit_bias.rows + b * logit_bias.batch_rows + rows, mask=inside, other=FAR)
         second = tl.expand_dims(second, AXIS)
         keys = logit_bias.keys + b * logit_bias.batch_keys
-    return first, second, keys, tl.expand_dims(inside, AXIS)
+    near = keys
+    if logit_bias.near is not None:
+        near = logit_bias.near + b * (logit_bias.batch_keys // 2) + h * K
+    return first, second, keys, tl.expand_dims(inside, AXIS), near
 
 
 @triton.jit
@@ -84,7 +93,7 @@ def biased_logits(logit_bias, logits, scale, of_rows, columns, newest, K):
 
     newest: the last key of the block if all rows see all of its keys, else None. What is added to rows has the axes of
     what `bias_rows` returns, and saves an addition to each logit. It loses no digits that matter if c never grows: both
-    numbers are then differences that are part of c_i - c_j.
+    numbers are then differences that are part of c_i - c_j. That of a key is `near` where its columns are a block of it.
     """
     shift = tl.zeros_like(of_rows[1]).to(tl.float32)
     if logit_bias.z is not None:
@@ -92,18 +101,22 @@ def biased_logits(logit_bias, logits, scale, of_rows, columns, newest, K):
     elif newest is None:
         logits = logits * scale + _decay_values(of_rows, columns, K)
     else:
-        first, second, keys, _ = of_rows
+        first, second, keys, _, near = of_rows
         reference = tl.load(keys + newest * 2)
-        key_high, key_rest = _load_pair(keys, columns, columns < K, 0.0)
+        if columns.shape[1] == REFERENCE_KEYS:
+            relative = tl.load(near + columns)
+        else:
+            key_high, key_rest = _load_pair(keys, columns, columns < K, 0.0)
+            relative = (key_high - reference) + key_rest
         shift = (first - reference) + second
-        logits = logits * scale - tl.maximum((key_high - reference) + key_rest, shift)
+        logits = logits * scale - tl.maximum(relative, shift)
     return logits, shift
 
 
 @triton.jit
 def _decay_values(of_rows, columns, K):
     """A decay as in `bias_values`, in base 2."""
-    first, second, keys, _ = of_rows
+    first, second, keys, _, _ = of_rows
     key_high, key_rest = _load_pair(keys, columns, columns < K, 0.0)
     return tl.minimum((first - key_high) + (second - key_rest), 0.0)
 
@@ -111,7 +124,7 @@ def _decay_values(of_rows, columns, K):
 @triton.jit
 def _relative_values(logit_bias, of_rows, columns, K):
     """The bias of relative positions as in `bias_values`."""
-    first, second, keys, inside = of_rows
+    first, second, keys, inside, _ = of_rows
     z = logit_bias.z + first
     positions = tl.load(keys + columns, mask=columns < K, other=-FAR)
     # Far from the rows there is nothing to gather.
@@ -127,7 +140,7 @@ def _relative_values(logit_bias, of_rows, columns, K):
 @triton.jit
 def bias_gradient(logit_bias, of_rows, columns, K, grad):
     """Adds the gradients of logits to those of z, but for the last number of each row: returns its sum, (rows,)."""
-    first, second, keys, inside = of_rows
+    first, second, keys, inside, _ = of_rows
     if logit_bias.grad is None:
         beyond = 0.0
     else:
@@ -147,7 +160,7 @@ def bias_gradient(logit_bias, of_rows, columns, K, grad):
 @triton.jit
 def store_last(logit_bias, of_rows, grad):
     """Writes the gradients of the last numbers of rows, which `bias_gradient` returned."""
-    first, _, _, inside = of_rows
+    first, _, _, inside, _ = of_rows
     if logit_bias.grad is not None:
         tl.store(logit_bias.grad + first + logit_bias.last, grad[:, None], mask=inside)
 
@@ -171,13 +184,21 @@ def check_bias(decay: Any, relative: Any, query: torch.Tensor, key: torch.Tensor
             raise ValueError(f"positions={tuple(positions.shape)!r} is not valid: it must be (1 or batch, {length}).")
 
 
-def decay_argument(rows: torch.Tensor | None, keys: torch.Tensor | None) -> LogitBias | None:
-    """Returns the numbers of rows (1 or B, H, Q) and keys (1 or B, H, K), float64 or float32, for a kernel."""
+def decay_argument(rows: torch.Tensor | None, keys: torch.Tensor | None, *, near: bool) -> LogitBias | None:
+    """Returns the numbers of rows (1 or B, H, Q) and keys (1 or B, H, K), float64 or float32, for a kernel.
+
+    near: whether the kernel is one of `flash_forward` or `flash_backward`, which read `LogitBias.near`.
+    """
     if rows is None or keys is None:
         return None
     both = [one.double() * LOG2_E.value for one in (rows, keys)]
     pairs = [torch.stack((one.float(), (one - one.float()).float()), dim=-1) for one in both]
-    return LogitBias(*pairs, *(0 if one.shape[0] == 1 else one.stride(0) for one in pairs))
+    of_keys = None
+    if near:
+        newest = torch.arange(keys.shape[2], device=keys.device) | (REFERENCE_KEYS.value - 1)
+        reference = pairs[1][:, :, newest.clamp(max=keys.shape[2] - 1), 0]
+        of_keys = (both[1] - reference).float()
+    return LogitBias(*pairs, *(0 if one.shape[0] == 1 else one.stride(0) for one in pairs), of_keys)
 
 
 def relative_argument(
@@ -209,7 +230,7 @@ def relative_argument(
     positions = [one.to(torch.int32).contiguous() for one in (query_positions, key_positions)]
     row_stride, key_stride = (0 if one.shape[0] == 1 else one.stride(0) for one in positions)
     grad_z = torch.zeros_like(z) if grad else None
-    return LogitBias(positions[0], positions[1], row_stride, key_stride, z, grad_z, table.shape[0] - 1)
+    return LogitBias(*positions, row_stride, key_stride, None, z, grad_z, table.shape[0] - 1)
 
 
 def relative_gradients(
