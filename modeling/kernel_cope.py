@@ -43,6 +43,16 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .kernel_bias import (
+    bias_gradient,
+    bias_rows,
+    bias_values,
+    check_bias,
+    decay_argument,
+    relative_argument,
+    relative_gradients,
+    store_last,
+)
 from .kernel_flash import (
     LN_2,
     LOG2_E,
@@ -74,16 +84,6 @@ from .kernel_launch import (
     store,
     tl,
     triton,
-)
-from .kernel_logits import (
-    bias_gradient,
-    bias_rows,
-    bias_values,
-    check_bias,
-    decay_argument,
-    relative_argument,
-    relative_gradients,
-    store_last,
 )
 from .kernel_operator import Operator, empty_results
 

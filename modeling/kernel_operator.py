@@ -14,7 +14,7 @@ import torch
 _NAMESPACE = "whatwhere_" + hashlib.sha256(__name__.encode()).hexdigest()[:16]
 
 
-@torch.compiler.assume_constant_result  # torch.compile cannot trace the call, but compiles again when the state changes.
+@torch.compiler.assume_constant_result  # torch.compile cannot trace it, but compiles again when the state changes.
 def only_deterministic() -> bool:
     """Returns True if PyTorch is to refuse operations that are not deterministic."""
     return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()

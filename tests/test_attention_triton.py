@@ -34,9 +34,9 @@ from whatwhere.position_cope import CoPE
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
-from whatwhere import kernel_bias, kernel_launch
+from whatwhere import kernel_launch, kernel_plain
 from whatwhere.forward_arguments import CACHE
-from whatwhere.kernel_bias import plain_attention
+from whatwhere.kernel_plain import plain_attention
 
 pytestmark = pytest.mark.skipif(not kernel_launch.INTERPRETED, reason="runs in the interpreter: TRITON_INTERPRET=1")
 
@@ -662,7 +662,7 @@ def test_other_gates_when_decoding(encoding):
 
 def test_layers_without_the_encoding_have_kernels(on_gpu, monkeypatch):
     calls = []
-    monkeypatch.setattr(kernel_bias, "plain_attention", lambda *a, **k: calls.append("plain") or a[0])
+    monkeypatch.setattr(kernel_plain, "plain_attention", lambda *a, **k: calls.append("plain") or a[0])
     monkeypatch.setattr(CoPE, "kernel", lambda *a, **k: calls.append("cope") or a[1])
     for implementation in ("auto", "triton"):
         build("every2", implementation)(tokens(1, 5))
@@ -705,7 +705,7 @@ def test_plain_attention(limited, decay):
         assert row.requires_grad == trained
         close(row, truth[:, :, 16:])
     if not limited:
-        operator, others = kernel_bias._attention, [None] * 6
+        operator, others = kernel_plain._attention, [None] * 6
         check_operator(operator.forward, [*inputs[:3], *(numbers or (None, None)), None], others, 0.3, 0.0)
         step = [tensor.detach() for tensor in (*step, *(of_step or ()))]
         check_operator(operator.decode, [*step, *[None] * (6 - len(step))], others, 0.3, 0.0)

@@ -13,8 +13,8 @@ pytest.importorskip("triton")
 from tiny import mask_of, slow_but
 from whatwhere import kernel_flash, kernel_launch
 from whatwhere.attention_mask import dense_mask
-from whatwhere.kernel_bias import plain_attention
 from whatwhere.kernel_launch import Tiles
+from whatwhere.kernel_plain import plain_attention
 
 pytestmark = pytest.mark.usefixtures("on_device")
 

@@ -188,15 +188,9 @@ def test_clean_process_and_saved_again(tmp_path, cases, processes):
 
 
 KERNELS = {
-    "attention_sdpa",
-    "attention_triton",
-    "kernel_flash",
-    "kernel_launch",
-    "kernel_operator",
-    "kernel_bias",
-    "kernel_polar",
+    *("attention_sdpa", "attention_triton"),
+    *("kernel_bias", "kernel_flash", "kernel_launch", "kernel_operator", "kernel_plain"),
 }
-KERNELS |= {"kernel_logits"}
 # What a saved folder has beside the files that all have.
 NEEDED = {
     "rope": {"attention_sdpa"},
