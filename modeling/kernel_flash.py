@@ -310,9 +310,10 @@ def forward_kernel(
         acc = zero_sums(out, Q < 0, BLOCK_M, BLOCK_V)
 
     scale = scaling * LOG2_E
-    # First the keys that all rows see, then those that need a mask.
+    # Two loops: the keys that all rows see, without key ranges; then those that need a mask.
     for masked in tl.static_range(0 if key_ranges is None else 1, 2):
-        for start in range(full if masked else first, last if masked else full, BLOCK_N):
+        begin, end = (full, last) if masked else (first, full)
+        for start in range(begin, end, BLOCK_N):
             k = load(keys, key.row, start, K, 0.0, D, BLOCK_N, BLOCK_D, not masked)
             v = load(values, value.row, start, K, 0.0, V, BLOCK_N, BLOCK_V, not masked)
             logits = dot(q, tl.trans(k), None, PRECISION)
@@ -381,9 +382,10 @@ def backward_rows_kernel(
     scale = scaling * LOG2_E
     acc = zero_sums(grad_query, Q < 0, BLOCK_M, BLOCK_D)
     sums = tl.zeros([BLOCK_M], dtype=tl.float32)
-    # First the keys that all rows see, then those that need a mask.
+    # Two loops: the keys that all rows see, without key ranges; then those that need a mask.
     for masked in tl.static_range(0 if key_ranges is None else 1, 2):
-        for start in range(full if masked else first, last if masked else full, BLOCK_N):
+        begin, end = (full, last) if masked else (first, full)
+        for start in range(begin, end, BLOCK_N):
             k = load(keys, key.row, start, K, 0.0, D, BLOCK_N, BLOCK_D, not masked)
             v = load(values, value.row, start, K, 0.0, V, BLOCK_N, BLOCK_V, not masked)
             logits = dot(q, tl.trans(k), None, PRECISION)
@@ -454,12 +456,11 @@ def backward_columns_kernel(
     # The query heads of the group.
     of_group = tl.arange(0, BLOCK_G)[None, :]
     grad_c = tl.zeros([BLOCK_N, BLOCK_G], dtype=tl.float32)
-    # First the rows that need a mask, then those that see all keys of the block.
+    # Two loops: the rows that need a mask; then, without key ranges, those that see all keys of the block.
     for whole in tl.static_range(0, 2 if key_ranges is None else 1):
+        begin, end = (full, last) if whole else (first, full)
         # One loop over rows and heads: nested loops would copy the accumulators, which costs their registers again.
-        for index in range(
-            (full if whole else first) // BLOCK_M * GROUPS, (last if whole else full) // BLOCK_M * GROUPS
-        ):
+        for index in range(begin // BLOCK_M * GROUPS, end // BLOCK_M * GROUPS):
             start = index // GROUPS * BLOCK_M
             h = tl.cast(index % GROUPS, tl.int64)
             rows = start + tl.arange(0, BLOCK_M)
