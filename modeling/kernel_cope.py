@@ -230,13 +230,13 @@ def _counts(gates, triangle):
 
 
 @triton.jit
-def running_sums(terms, triangle):
+def running_sums(terms, triangle, ROUNDED: tl.constexpr = False):
     """Sums of float32 terms along a row, by a `_triangle`.
 
-    In float32 with a float32 matrix, with 16 bits of each term with a bfloat16 one.
+    In float32 with a float32 matrix, with 16 bits of each term with a bfloat16 one, or ROUNDED to 8 bits.
     """
-    if triangle.dtype == tl.float32:
-        sums = dot(terms, triangle, None, "ieee")
+    if ROUNDED or triangle.dtype == tl.float32:
+        sums = dot(terms.to(triangle.dtype), triangle, None, "ieee")
     else:
         # Without the lower bits a float32 is a bfloat16.
         leading = (terms.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
@@ -480,11 +480,12 @@ class _Gradients(NamedTuple):
 @triton.jit
 def _window_gradients(
     block, values, k, gk, v, bias, seen, count, slope, older, dropout, member, columns, scale, P,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, ROUNDED: tl.constexpr,
 ):  # fmt: skip
     """Returns `_Gradients` for a block of `_Rows` and keys `columns`, given count and slope at its left edge.
 
-    bias: added to logits, but not to the gates, or None. older: of `_triangles`.
+    bias: added to logits, but not to the gates, or None. older: of `_triangles`. ROUNDED: of `running_sums`, for the
+    gradients of gates.
     """
     scores = dot(block.q, tl.trans(k), None, PRECISION) * scale
     logits = scores - block.lse[:, None]
@@ -505,7 +506,7 @@ def _window_gradients(
     grad_weights = apply_dropout(grad_weights, dropout, member, rows, columns[None, :])
     grad_logits = weights * (grad_weights - block.delta[:, None])
     grad_positions = grad_logits * step
-    grad_gates = (slope[:, None] + running_sums(grad_positions, older[1])) * (gates - gates * gates) * LN_2
+    grad_gates = (slope[:, None] + running_sums(grad_positions, older[1], ROUNDED)) * (gates - gates * gates) * LN_2
     kept = apply_dropout(weights, dropout, member, rows, columns[None, :])
     return _Gradients(kept, grad_logits, grad_gates, grad_positions, counts, level, position, after, fraction)
 
@@ -574,8 +575,9 @@ def _window_rows(
         if logit_bias is not None:
             block_bias = bias_values(logit_bias, of_rows, columns[None, :], K)
         found = _window_gradients(
-            own, values, k, gk, v, block_bias, seen, count, slope, older, dropout, member, columns, scale, P, PRECISION
-        )
+            own, values, k, gk, v, block_bias, seen, count, slope, older, dropout, member, columns, scale, P,
+            PRECISION, k.dtype == tl.bfloat16,
+        )  # fmt: skip
         if logit_bias is not None:
             grad_last += bias_gradient(logit_bias, of_rows, columns[None, :], K, found.logits)
         if gate_key is not None:
@@ -690,7 +692,7 @@ def _window_columns(
                     block_bias = bias_values(logit_bias, of_rows, columns[None, :], K)
                 found = _window_gradients(
                     block_rows, values, k, gk, v, block_bias, seen, count, slope, older, dropout, of_head, columns,
-                    scale, P, PRECISION,
+                    scale, P, PRECISION, False,
                 )  # fmt: skip
                 dv = dot(tl.trans(do), found.weights.to(do.dtype), dv, PRECISION)
                 if gate_key is not None:
