@@ -57,9 +57,8 @@ def bias_rows(logit_bias, b, h, member, rows, inside, Q, K, AXIS: tl.constexpr):
     """Returns what `bias_values` and `bias_gradient` need for `rows`, those of head h that are `inside`.
 
     `member` is b * H + h. All have one axis, and AXIS is added to it; for rows of several heads, h has that axis too,
-    and `member` does not. For a decay: c in two parts, and the addresses of the keys' c and of `near`, if it is given.
-    For relative positions: the address of the rows' numbers, the positions of the rows, and the address of the keys'
-    positions.
+    and `member` does not. For a decay: c in two parts, and the addresses of the keys' c and of `near`. For relative
+    positions: the address of the rows' numbers, the positions of the rows, and the address of the keys' positions.
     """
     if logit_bias.z is None:
         # Rows that are not there get no weights.
@@ -93,8 +92,7 @@ def biased_logits(logit_bias, logits, scale, of_rows, columns, newest, K):
 
     newest: the last key of the block if all rows see all of its keys, else None. What is added to rows has the axes of
     what `bias_rows` returns, and saves an addition to each logit. It loses no digits that matter if c never grows: both
-    numbers are then differences that are part of c_i - c_j. If the columns are a block of REFERENCE_KEYS, that of a key
-    is `near`.
+    numbers (that of a key is `near`, if columns are a block of it) are then differences that are part of c_i - c_j.
     """
     shift = tl.zeros_like(of_rows[1]).to(tl.float32)
     if logit_bias.z is not None:
