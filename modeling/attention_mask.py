@@ -110,10 +110,9 @@ def key_ranges_mask(
 
 
 def _hides_nothing(attention_mask: torch.Tensor | None, q_length: int, kv_length: int) -> bool:
-    """Returns True if a 2D mask is known to have no padding; on other devices than CPUs only if nothing is cached."""
+    """Returns True if a 2D mask is known to have no padding. Other devices than CPUs are not waited for in decoding."""
     if attention_mask is None:
         return True
-    # A step of decoding must not wait for the device.
     worth = attention_mask.device.type == "cpu" or 1 < q_length == kv_length
     return worth and readable(attention_mask) and not is_tracing(attention_mask) and bool(attention_mask.all())
 

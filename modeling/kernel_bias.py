@@ -197,7 +197,8 @@ def decay_argument(rows: torch.Tensor | None, keys: torch.Tensor | None, *, near
         newest = torch.arange(keys.shape[2], device=keys.device) | (REFERENCE_KEYS.value - 1)
         reference = pairs[1][:, :, newest.clamp(max=keys.shape[2] - 1), 0]
         of_keys = (both[1] - reference).float()
-    return LogitBias(*pairs, *(0 if one.shape[0] == 1 else one.stride(0) for one in pairs), of_keys)
+    row_stride, key_stride = (0 if one.shape[0] == 1 else one.stride(0) for one in pairs)
+    return LogitBias(pairs[0], pairs[1], row_stride, key_stride, of_keys)
 
 
 def relative_argument(
@@ -229,7 +230,7 @@ def relative_argument(
     positions = [one.to(torch.int32).contiguous() for one in (query_positions, key_positions)]
     row_stride, key_stride = (0 if one.shape[0] == 1 else one.stride(0) for one in positions)
     grad_z = torch.zeros_like(z) if grad else None
-    return LogitBias(*positions, row_stride, key_stride, None, z, grad_z, table.shape[0] - 1)
+    return LogitBias(positions[0], positions[1], row_stride, key_stride, None, z, grad_z, table.shape[0] - 1)
 
 
 def relative_gradients(

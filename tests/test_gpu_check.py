@@ -104,8 +104,8 @@ def wrong_levels(monkeypatch):
     right = kernel_cope._window_gradients
 
     def gradients(*given):
-        *others, fraction = right(*given)
-        return *others, 1.0 - fraction
+        found = right(*given)
+        return found._replace(fraction=1.0 - found.fraction)
 
     monkeypatch.setattr(kernel_cope, "_window_gradients", gradients)
 
