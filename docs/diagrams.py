@@ -219,7 +219,7 @@ BOXES: dict[str, tuple[list[str], str, int, float, float]] = {
     "sdpa": (["attention_sdpa.py"], "biases as a mask", 6, 4.11, 1.7),
     "eager": (["attention.py"], "eager: all weights", 6, 5.91, 1.59),
     "kernels": (
-        ["kernel_cope.py", "kernel_pope.py", "kernel_bias.py", "kernel_flash.py", "..."],
+        ["kernel_cope.py", "kernel_pope.py", "kernel_plain.py", "kernel_flash.py", "..."],
         "Triton kernels: forward, backward, decoding",
         7,
         0.1,

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
+from transformers.utils.import_utils import is_tracing
 
 # Additive masks hide a key by the lowest number of any type, by -inf or by -1e4.
 HIDDEN = -5e3
@@ -70,7 +71,9 @@ def key_ranges_mask(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """Returns key ranges without a GPU synchronisation, or a 4D mask for mask functions that `sdpa` must evaluate.
+    """Returns key ranges, or a 4D mask for mask functions that `sdpa` must evaluate.
+
+    Waits for the device only to see whether a prompt, or a batch of training, has padding, as Transformers does.
 
     Returns:
         None for plain causal attention with the rows at the end of the keys, else key ranges. Padding rows are fully
@@ -81,7 +84,7 @@ def key_ranges_mask(
         return sdpa_mask(*arguments, allow_is_causal_skip=False, use_vmap=True, device=device)  # type: ignore[arg-type]
     packed = mask_function is not causal_mask_function
     filled = isinstance(q_offset, int) and q_offset + q_length == kv_length and kv_offset == 0
-    if filled and not packed and _hides_nothing(attention_mask):
+    if filled and not packed and _hides_nothing(attention_mask, q_length, kv_length):
         return None
     slots = torch.arange(kv_length, device=device)
     # The slot of each row, (Q,) and on the device even if the cache counts there.
@@ -106,12 +109,12 @@ def key_ranges_mask(
     return torch.cat((key_ranges.to(torch.int32), flags.to(torch.int32)), dim=1)[:, None]
 
 
-def _hides_nothing(attention_mask: torch.Tensor | None) -> bool:
-    """Returns True if a 2D mask is known to have no padding, without a GPU synchronisation."""
+def _hides_nothing(attention_mask: torch.Tensor | None, q_length: int, kv_length: int) -> bool:
+    """Returns True if a 2D mask is known to have no padding. Other devices than CPUs are not waited for in decoding."""
     if attention_mask is None:
         return True
-    known = readable(attention_mask) and attention_mask.device.type == "cpu" and not torch.jit.is_tracing()
-    return known and bool(attention_mask.all())
+    worth = attention_mask.device.type == "cpu" or 1 < q_length == kv_length
+    return worth and readable(attention_mask) and not is_tracing(attention_mask) and bool(attention_mask.all())
 
 
 def dense_mask(key_ranges: torch.Tensor, query_length: int) -> torch.Tensor:

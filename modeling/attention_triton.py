@@ -114,7 +114,7 @@ def run_kernel(
         if isinstance(found, torch.Tensor):
             return found
         options |= found
-    from .kernel_bias import plain_attention
+    from .kernel_plain import plain_attention
 
     return plain_attention(query, key, value, **options)
 

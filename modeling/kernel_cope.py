@@ -43,6 +43,16 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .kernel_bias import (
+    bias_gradient,
+    bias_rows,
+    bias_values,
+    check_bias,
+    decay_argument,
+    relative_argument,
+    relative_gradients,
+    store_last,
+)
 from .kernel_flash import (
     LN_2,
     LOG2_E,
@@ -74,16 +84,6 @@ from .kernel_launch import (
     store,
     tl,
     triton,
-)
-from .kernel_logits import (
-    bias_gradient,
-    bias_rows,
-    bias_values,
-    check_bias,
-    decay_argument,
-    relative_argument,
-    relative_gradients,
-    store_last,
 )
 from .kernel_operator import Operator, empty_results
 
@@ -187,6 +187,13 @@ def _triangle(like, BLOCK_N: tl.constexpr, NEWER: tl.constexpr):
 
 
 @triton.jit
+def _triangles(like, BLOCK_N: tl.constexpr):
+    """`_triangle` of older keys, for counts, and for sums of the gradients of a matrix like `like`."""
+    terms = tl.float32 if like.dtype == tl.float32 else tl.bfloat16
+    return _triangle(tl.float16, BLOCK_N, False), _triangle(terms, BLOCK_N, False)
+
+
+@triton.jit
 def _seen(key_ranges, low, high, begin, Q, K, BLOCK_N: tl.constexpr):
     """`seen_keys`, compared with limits relative to the block: `begin` becomes 64 bits wide where it is an address."""
     return seen_keys(key_ranges, low - begin, high - begin, 0, Q + begin, K - begin, BLOCK_N)
@@ -223,13 +230,13 @@ def _counts(gates, triangle):
 
 
 @triton.jit
-def running_sums(terms, triangle):
+def running_sums(terms, triangle, ROUNDED: tl.constexpr = False):
     """Sums of float32 terms along a row, by a `_triangle`.
 
-    In float32 with a float32 matrix, with 16 bits of each term with a bfloat16 one.
+    In float32 with a float32 matrix, with 16 bits of each term with a bfloat16 one, or ROUNDED to 8 bits.
     """
-    if triangle.dtype == tl.float32:
-        sums = dot(terms, triangle, None, "ieee")
+    if ROUNDED or triangle.dtype == tl.float32:
+        sums = dot(terms.to(triangle.dtype), triangle, None, "ieee")
     else:
         # Without the lower bits a float32 is a bfloat16.
         leading = (terms.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
@@ -407,54 +414,101 @@ def _window_forward(
     tl.store(window.end + this, tl.max(high))
 
 
+class _Rows(NamedTuple):
+    """A block of rows in the backward pass.
+
+    Attributes:
+        rows, inside: their numbers, and which of them exist.
+        place: where their numbers begin in (B * H, chunk_rows, P, 2).
+        low, high: limits of the keys that they see.
+        q, do: the queries and the gradients of the output.
+        lse, delta: the log-sum-exp in base 2, and the sum of do * output.
+    """
+
+    rows: Any
+    inside: Any
+    place: Any
+    low: Any
+    high: Any
+    q: Any
+    do: Any
+    lse: Any
+    delta: Any
+
+
 @triton.jit
 def _load_rows(
-    grad, query, window, delta, key_ranges, b, h, member, first, Q, K,
+    grad, query, window, delta, key_ranges, b, h, member, first_row, local, chunk_rows, Q, K, P,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """What both backward kernels read of the rows first..: limits, queries, gradients, and numbers of the rows."""
+    """Rows `local`.. to BLOCK_M more of the chunk that begins at row `first_row`."""
+    first = first_row + local
     rows = first + tl.arange(0, BLOCK_M)
     inside = rows < Q
     low, high = row_limits(key_ranges, None, 1, rows, Q, K)
+    place = (member * chunk_rows + tl.minimum(local + tl.arange(0, BLOCK_M), chunk_rows - 1)) * P * 2
     q = load(pointer(query, b, h), query.row, first, Q, 0.0, D, BLOCK_M, BLOCK_D, False)
     do = load(pointer(grad, b, h), grad.row, first, Q, 0.0, D, BLOCK_M, BLOCK_D, False)
     lse = tl.load(window.lse + member * Q + rows, mask=inside, other=NOTHING) * LOG2_E
     row_delta = tl.load(delta + member * Q + rows, mask=inside, other=0.0)
-    return rows, inside, low, tl.where(inside, high, 0), q, do, lse, row_delta
+    return _Rows(rows, inside, place, low, tl.where(inside, high, 0), q, do, lse, row_delta)
+
+
+class _Gradients(NamedTuple):
+    """What both kernels of the backward pass compute for a block of rows and keys.
+
+    Attributes:
+        weights: after dropout.
+        logits, gates, positions: gradients of logits, of the logits of gates, and of positions (times log 2).
+        counts: of the gates, as fixed-point numbers.
+        level: the whole position of each row at the left edge of the block.
+        position, after: relative to `level`, the positions of each key, and of the keys right of it.
+        fraction: of the position.
+    """
+
+    weights: Any
+    logits: Any
+    gates: Any
+    positions: Any
+    counts: Any
+    level: Any
+    position: Any
+    after: Any
+    fraction: Any
 
 
 @triton.jit
 def _window_gradients(
-    q, k, gk, v, do, z, block_bias, seen, count, slope, row_lse, row_delta, older_counts, older,
-    dropout, member, rows, columns, scale, P, PRECISION: tl.constexpr,
+    block, values, k, gk, v, bias, seen, count, slope, older, dropout, member, columns, scale, P,
+    PRECISION: tl.constexpr, ROUNDED: tl.constexpr,
 ):  # fmt: skip
-    """What both backward kernels compute for a block of rows and keys, given the numbers at its left edge.
+    """Returns `_Gradients` for a block of `_Rows` and keys `columns`, given count and slope at its left edge.
 
-    The weights after dropout; the gradients of logits, gate logits and positions (times log 2); the counts; the whole
-    positions of the edge, and relative to them the positions of the keys right of each key, and of each key, with its
-    fraction. `block_bias` is not added to the gates.
+    bias: added to logits, but not to the gates, or None. older: of `_triangles`. ROUNDED: of `running_sums`, for the
+    gradients of gates.
     """
-    scores = dot(q, tl.trans(k), None, PRECISION) * scale
-    logits = scores - row_lse[:, None]
+    scores = dot(block.q, tl.trans(k), None, PRECISION) * scale
+    logits = scores - block.lse[:, None]
     if gk is not None:
-        scores = dot(q, tl.trans(gk), None, PRECISION) * scale
+        scores = dot(block.q, tl.trans(gk), None, PRECISION) * scale
     _, gates = _open_gates(scores, seen)
-    counts, running = _counts(gates, older_counts)
+    counts, running = _counts(gates, older[0])
     level, rest, lowest, highest = _split(count, P)
     after = rest - running
     position = tl.minimum(tl.maximum(after + counts, lowest), highest)
     after = tl.minimum(tl.maximum(after, lowest), highest)
-    fraction, below, step = _interpolate(z, level, position)
-    if block_bias is not None:
-        logits += block_bias * LOG2_E
+    fraction, below, step = _interpolate(values + block.place, level, position)
+    if bias is not None:
+        logits += bias * LOG2_E
     weights = tl.where(seen, tl.exp2(logits + (below + fraction * step)), 0.0)
-    grad_weights = dot(do, tl.trans(v), None, PRECISION)
-    grad_weights = apply_dropout(grad_weights, dropout, member, rows[:, None], columns[None, :])
-    grad_logits = weights * (grad_weights - row_delta[:, None])
-    grad_position = grad_logits * step
-    grad_gates = (slope[:, None] + running_sums(grad_position, older)) * (gates - gates * gates) * LN_2
-    kept = apply_dropout(weights, dropout, member, rows[:, None], columns[None, :])
-    return kept, grad_logits, grad_gates, grad_position, counts, level, after, position, fraction
+    rows = block.rows[:, None]
+    grad_weights = dot(block.do, tl.trans(v), None, PRECISION)
+    grad_weights = apply_dropout(grad_weights, dropout, member, rows, columns[None, :])
+    grad_logits = weights * (grad_weights - block.delta[:, None])
+    grad_positions = grad_logits * step
+    grad_gates = (slope[:, None] + running_sums(grad_positions, older[1], ROUNDED)) * (gates - gates * gates) * LN_2
+    kept = apply_dropout(weights, dropout, member, rows, columns[None, :])
+    return _Gradients(kept, grad_logits, grad_gates, grad_positions, counts, level, position, after, fraction)
 
 
 @triton.jit(do_not_specialize=["H", "groups", "Q", "K", "first_row", "blocks"])
@@ -477,11 +531,11 @@ def _window_rows(
     local = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
     if key_ranges is not None:
         key_ranges += b * (Q + K) * 2
-    rows, inside, low, high, q, do, row_lse, row_delta = _load_rows(
-        grad, query, window, delta, key_ranges, b, h, member, first_row + row_block * BLOCK_M, Q, K, D, BLOCK_D, BLOCK_M
-    )
-    here = (member * chunk_rows + tl.minimum(local, chunk_rows - 1)) * P * 2
-    z = values + here
+    own = _load_rows(
+        grad, query, window, delta, key_ranges, b, h, member, first_row, row_block * BLOCK_M, chunk_rows, Q, K, P,
+        D, BLOCK_D, BLOCK_M,
+    )  # fmt: skip
+    inside = own.inside
     edges = member * tl.cdiv(K, EDGE) * chunk_rows + local
 
     keys = pointer(key, b, h // groups)
@@ -490,14 +544,13 @@ def _window_rows(
         gate_keys = pointer(gate_key, b, h // groups)
 
     # The count of the keys that are still ahead, the one at the left edge of the block included.
-    count = tl.load(window.total + member * Q + rows, mask=inside, other=0)
+    count = tl.load(window.total + member * Q + own.rows, mask=inside, other=0)
     slope = tl.zeros([BLOCK_M], tl.float32)
     sum_before = tl.zeros([BLOCK_M], tl.float32)
     fraction_before = tl.zeros([BLOCK_M], tl.float32)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     scale = scaling * LOG2_E
-    older_counts = _triangle(tl.float16, BLOCK_N, False)
-    older = _triangle(tl.float32 if q.dtype == tl.float32 else tl.bfloat16, BLOCK_N, False)
+    older = _triangles(own.q, BLOCK_N)
     if logit_bias is not None:
         count_rows = tl.minimum(chunk_rows, Q - first_row)
         of_rows = bias_rows(logit_bias, b, h, member, local, inside, count_rows, K, 1)
@@ -507,7 +560,7 @@ def _window_rows(
     for block in range(oldest // BLOCK_N, tl.cdiv(tl.load(window.end + this), BLOCK_N)):
         begin = block * BLOCK_N
         columns = begin + tl.arange(0, BLOCK_N)
-        seen = _seen(key_ranges, low, high, begin, Q, K, BLOCK_N)
+        seen = _seen(key_ranges, own.low, own.high, begin, Q, K, BLOCK_N)
         if begin % EDGE == 0:
             edge = edges + begin // EDGE * chunk_rows
             known = tl.minimum(count, (tl.cast(P, tl.int64) + MOST_COLUMNS) << BITS)
@@ -521,32 +574,32 @@ def _window_rows(
         block_bias = None
         if logit_bias is not None:
             block_bias = bias_values(logit_bias, of_rows, columns[None, :], K)
-        _, dlogits, dgates, dposition, counts, level, after, position, fraction = _window_gradients(
-            q, k, gk, v, do, z, block_bias, seen, count, slope, row_lse, row_delta, older_counts, older,
-            dropout, member, rows, columns, scale, P, PRECISION,
+        found = _window_gradients(
+            own, values, k, gk, v, block_bias, seen, count, slope, older, dropout, member, columns, scale, P,
+            PRECISION, k.dtype == tl.bfloat16,
         )  # fmt: skip
         if logit_bias is not None:
-            grad_last += bias_gradient(logit_bias, of_rows, columns[None, :], K, dlogits)
+            grad_last += bias_gradient(logit_bias, of_rows, columns[None, :], K, found.logits)
         if gate_key is not None:
-            dq = dot(dgates.to(k.dtype), gk, dq, PRECISION)
-            dq = dot(dlogits.to(k.dtype), k, dq, PRECISION)
+            dq = dot(found.gates.to(k.dtype), gk, dq, PRECISION)
+            dq = dot(found.logits.to(k.dtype), k, dq, PRECISION)
         else:
-            dq = dot((dlogits + dgates).to(k.dtype), k, dq, PRECISION)
+            dq = dot((found.logits + found.gates).to(k.dtype), k, dq, PRECISION)
         # The last key of a level, going right, leaves the sums up to it; those of level 0 come after the loop.
-        leaving = seen & ((after >> BITS) < (position >> BITS))
-        part = dlogits * fraction
-        sums = sum_before[:, None] + running_sums(dlogits, older)
-        fractions = fraction_before[:, None] + running_sums(part, older)
-        _store_pairs(levels + here + level * 2, position >> BITS, sums, fractions, leaving)
-        sum_before += tl.sum(dlogits, 1)
+        leaving = seen & ((found.after >> BITS) < (found.position >> BITS))
+        part = found.logits * found.fraction
+        sums = sum_before[:, None] + running_sums(found.logits, older[1])
+        fractions = fraction_before[:, None] + running_sums(part, older[1])
+        _store_pairs(levels + own.place + found.level * 2, found.position >> BITS, sums, fractions, leaving)
+        sum_before += tl.sum(found.logits, 1)
         fraction_before += tl.sum(part, 1)
-        slope += tl.sum(dposition, 1)
-        count -= tl.sum(counts, 1)
+        slope += tl.sum(found.positions, 1)
+        count -= tl.sum(found.counts, 1)
     if logit_bias is not None:
         store_last(logit_bias, of_rows, grad_last)
     # Every row ends at position 0.
-    tl.store(levels + here, sum_before, mask=inside)
-    tl.store(levels + here + 1, fraction_before, mask=inside)
+    tl.store(levels + own.place, sum_before, mask=inside)
+    tl.store(levels + own.place + 1, fraction_before, mask=inside)
     store(
         grad_query + member * chunk_rows * D, D, row_block * BLOCK_M, Q - first_row, dq * scaling, D, BLOCK_M, BLOCK_D
     )
@@ -614,8 +667,7 @@ def _window_columns(
     # Transposed: a matrix instruction of Hopper has 64 rows.
     dk = tl.zeros([BLOCK_D, BLOCK_N], tl.float32)
     dv = tl.zeros([BLOCK_D, BLOCK_N], tl.float32)
-    older_counts = _triangle(tl.float16, BLOCK_N, False)
-    older = _triangle(tl.float32 if k.dtype == tl.float32 else tl.bfloat16, BLOCK_N, False)
+    older = _triangles(k, BLOCK_N)
     scale = scaling * LOG2_E
     for h in range(g * groups, (g + 1) * groups):
         of_head = b * G * groups + h
@@ -624,11 +676,12 @@ def _window_columns(
             oldest = tl.load(window.start + of_head * blocks + first_row // BLOCK_M + row_block)
             if oldest < begin + BLOCK_N:
                 local = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
-                first = first_row + row_block * BLOCK_M
-                rows, inside, low, high, q, do, row_lse, row_delta = _load_rows(
-                    grad, query, window, delta, key_ranges, b, h, of_head, first, Q, K, D, BLOCK_D, BLOCK_M
-                )
-                seen = _seen(key_ranges, low, high, begin, Q, K, BLOCK_N)
+                block_rows = _load_rows(
+                    grad, query, window, delta, key_ranges, b, h, of_head, first_row, row_block * BLOCK_M, chunk_rows,
+                    Q, K, P, D, BLOCK_D, BLOCK_M,
+                )  # fmt: skip
+                inside, q, do = block_rows.inside, block_rows.q, block_rows.do
+                seen = _seen(key_ranges, block_rows.low, block_rows.high, begin, Q, K, BLOCK_N)
                 edge = (of_head * tl.cdiv(K, BLOCK_N) + block) * chunk_rows + local
                 count = tl.load(edge_count + edge, mask=inside, other=0).to(tl.int64)
                 slope = tl.load(edge_slope + edge, mask=inside, other=0.0)
@@ -637,17 +690,16 @@ def _window_columns(
                     count_rows = tl.minimum(chunk_rows, Q - first_row)
                     of_rows = bias_rows(logit_bias, b, h, of_head, local, inside, count_rows, K, 1)
                     block_bias = bias_values(logit_bias, of_rows, columns[None, :], K)
-                z = values + (of_head * chunk_rows + tl.minimum(local, chunk_rows - 1)) * P * 2
-                weights, dlogits, dgates, _, _, _, _, _, _ = _window_gradients(
-                    q, k, gk, v, do, z, block_bias, seen, count, slope, row_lse, row_delta, older_counts,
-                    older, dropout, of_head, rows, columns, scale, P, PRECISION,
+                found = _window_gradients(
+                    block_rows, values, k, gk, v, block_bias, seen, count, slope, older, dropout, of_head, columns,
+                    scale, P, PRECISION, False,
                 )  # fmt: skip
-                dv = dot(tl.trans(do), weights.to(do.dtype), dv, PRECISION)
+                dv = dot(tl.trans(do), found.weights.to(do.dtype), dv, PRECISION)
                 if gate_key is not None:
-                    dgk = dot(tl.trans(q), dgates.to(q.dtype), dgk, PRECISION)
-                    dk = dot(tl.trans(q), dlogits.to(q.dtype), dk, PRECISION)
+                    dgk = dot(tl.trans(q), found.gates.to(q.dtype), dgk, PRECISION)
+                    dk = dot(tl.trans(q), found.logits.to(q.dtype), dk, PRECISION)
                 else:
-                    dk = dot(tl.trans(q), (dlogits + dgates).to(q.dtype), dk, PRECISION)
+                    dk = dot(tl.trans(q), (found.logits + found.gates).to(q.dtype), dk, PRECISION)
     to = member * K * D
     _add(grad_key + to, begin, K, tl.trans(dk) * scaling, D, BLOCK_N, BLOCK_D)
     _add(grad_value + to, begin, K, tl.trans(dv), D, BLOCK_N, BLOCK_D)
@@ -722,10 +774,10 @@ class _Pass:
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self.query.device)
 
-    def logit_bias(self, rows: slice, keys: slice = slice(None), *, grad: bool = False) -> Any:
+    def logit_bias(self, rows: slice, keys: slice = slice(None), *, grad: bool = False, near: bool = False) -> Any:
         """The decay or the relative positions of some rows as an argument of a kernel, or None."""
         if self.decay is not None:
-            return decay_argument(self.decay[0][:, :, rows], self.decay[1][:, :, keys])
+            return decay_argument(self.decay[0][:, :, rows], self.decay[1][:, :, keys], near=near)
         if self.relative is None:
             return None
         table, row_positions, key_positions = self.relative
@@ -739,7 +791,7 @@ class _Pass:
         seen = {"key_ranges": self.key_ranges, "seed": self.seed, "dropout": self.probability}
         for rows, keys, options in row_parts(self.query, self.key, size, **seen):
             blocks = slice(rows.start // self.rows, triton.cdiv(rows.stop, self.rows))
-            options |= {"scaling": self.scaling, "logit_bias": self.logit_bias(rows, keys, grad=grad)}
+            options |= {"scaling": self.scaling, "logit_bias": self.logit_bias(rows, keys, grad=grad, near=True)}
             yield rows, keys, {**options, "bound": (window.start[:, :, blocks], self.rows)}
 
     def position_values(self, first: int, into: torch.Tensor) -> None:

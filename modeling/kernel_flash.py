@@ -1,14 +1,15 @@
 """Causal softmax attention as Triton kernels: forward, backward and decoding.
 
 These are launchers on raw tensors, without autograd and without checks; the operators are built from them
-(`kernel_bias`, `kernel_pope`, `kernel_cope`), whose functions call `check_inputs`.
+(`kernel_plain`, `kernel_pope`, `kernel_cope`), whose functions call `check_inputs`.
 
 Supports: causal attention with rows aligned to the end, and everything that `key_ranges` can say; grouped heads; query
 length at most key length; values of up to 256 channels, keys as wide or up to twice as wide; float32, bfloat16, float16
 (sums always float32); dropout of weights. Does not support: additive masks.
 
 Axes: B batch, H query heads, G key heads, Q query length, K key length, D channels of queries and keys, V channels of
-values, n blocks of rows that share a bound, S splits of the keys in decoding. Query head h uses key head h // (H // G).
+values, n blocks of rows that share a bound, S splits of the keys in decoding, R rotated channels of PoPE. Query head h
+uses key head h // (H // G).
 
 Row i sees, without `key_ranges`, the keys j <= K - Q + i. With `key_ranges`, int32 (B, 1, Q + K, 2), it sees key j if
 key_ranges[b, 0, i, 0] <= j < key_ranges[b, 0, i, 1] and key_ranges[b, 0, Q + j, 0] != 0, causal or not. With a `bound`
@@ -24,10 +25,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .kernel_bias import LN_2, LOG2_E, bias_gradient, bias_rows, biased_logits, store_last
 from .kernel_launch import MASKED, Tiles, block_width, dot, heads, launch, load, pointer, precision, store, tl, triton
-from .kernel_logits import LN_2, LOG2_E, bias_gradient, bias_rows, biased_logits, store_last
 from .kernel_operator import check_shapes
-from .kernel_polar import polar_argument, polar_products, polar_query
 
 
 class Dropout(NamedTuple):
@@ -42,6 +42,27 @@ class Dropout(NamedTuple):
     seed: Any
     limit: Any
     scale: Any
+
+
+class Polar(NamedTuple):
+    """The phases of PoPE in decoding: two magnitudes q, k have the score q k cos(phase_q - shift - phase_k).
+
+    Attributes:
+        cos_q, sin_q: float32 or float16 (1 or B, 1, R), of the query.
+        cos_k, sin_k: the same (1 or B, K, R), of the keys.
+        cos_shift, sin_shift: float32 (H, R), or None. Computed once: for large angles sines take a kernel many
+            registers and local memory.
+        batch_q, batch_k: the strides of the batch.
+    """
+
+    cos_q: Any
+    sin_q: Any
+    cos_k: Any
+    sin_k: Any
+    cos_shift: Any
+    sin_shift: Any
+    batch_q: Any
+    batch_k: Any
 
 
 # Rows, or blocks of rows, that a program examines in one step to find those that see its keys.
@@ -210,6 +231,38 @@ def _row_blocks(
     return first, full, last
 
 
+@triton.jit
+def subtract_phase(cos, sin, cos_shift, sin_shift):
+    """Cosines and sines of phase - shift."""
+    return cos * cos_shift + sin * sin_shift, sin * cos_shift - cos * sin_shift
+
+
+@triton.jit
+def polar_query(polar, q, b, g, groups, first, R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Real and imaginary parts of magnitudes (BLOCK_M, BLOCK_D): one query row of the heads first.. of key head g."""
+    channels = tl.arange(0, BLOCK_D)[None, :]
+    cos = tl.load(polar.cos_q + b * polar.batch_q + channels, mask=channels < R, other=1.0).to(tl.float32)
+    sin = tl.load(polar.sin_q + b * polar.batch_q + channels, mask=channels < R, other=0.0).to(tl.float32)
+    if polar.cos_shift is not None:
+        cos_shift = load(polar.cos_shift + g * groups * R, R, first, groups, 1.0, R, BLOCK_M, BLOCK_D, False)
+        sin_shift = load(polar.sin_shift + g * groups * R, R, first, groups, 0.0, R, BLOCK_M, BLOCK_D, False)
+        cos, sin = subtract_phase(cos, sin, cos_shift, sin_shift)
+    imaginary = (q.to(tl.float32) * sin).to(q.dtype)
+    return (q.to(tl.float32) * cos).to(q.dtype), imaginary
+
+
+@triton.jit
+def polar_products(
+    polar, q, imaginary, k, b, begin, K,
+    R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Scores of what `polar_query` returned with the magnitudes k of the keys begin.., (BLOCK_M, BLOCK_N)."""
+    cos = load(polar.cos_k + b * polar.batch_k, R, begin, K, 1.0, R, BLOCK_N, BLOCK_D, False).to(tl.float32)
+    sin = load(polar.sin_k + b * polar.batch_k, R, begin, K, 0.0, R, BLOCK_N, BLOCK_D, False).to(tl.float32)
+    scores = dot(q, tl.trans((k.to(tl.float32) * cos).to(k.dtype)), None, PRECISION)
+    return dot(imaginary, tl.trans((k.to(tl.float32) * sin).to(k.dtype)), scores, PRECISION)
+
+
 # Kernels. Optional pointers are None.
 
 
@@ -257,9 +310,10 @@ def forward_kernel(
         acc = zero_sums(out, Q < 0, BLOCK_M, BLOCK_V)
 
     scale = scaling * LOG2_E
-    # First the keys that all rows see, then those that need a mask.
+    # Two loops: the keys that all rows see, without key ranges; then those that need a mask.
     for masked in tl.static_range(0 if key_ranges is None else 1, 2):
-        for start in range(full if masked else first, last if masked else full, BLOCK_N):
+        begin, end = (full, last) if masked else (first, full)
+        for start in range(begin, end, BLOCK_N):
             k = load(keys, key.row, start, K, 0.0, D, BLOCK_N, BLOCK_D, not masked)
             v = load(values, value.row, start, K, 0.0, V, BLOCK_N, BLOCK_V, not masked)
             logits = dot(q, tl.trans(k), None, PRECISION)
@@ -328,9 +382,10 @@ def backward_rows_kernel(
     scale = scaling * LOG2_E
     acc = zero_sums(grad_query, Q < 0, BLOCK_M, BLOCK_D)
     sums = tl.zeros([BLOCK_M], dtype=tl.float32)
-    # First the keys that all rows see, then those that need a mask.
+    # Two loops: the keys that all rows see, without key ranges; then those that need a mask.
     for masked in tl.static_range(0 if key_ranges is None else 1, 2):
-        for start in range(full if masked else first, last if masked else full, BLOCK_N):
+        begin, end = (full, last) if masked else (first, full)
+        for start in range(begin, end, BLOCK_N):
             k = load(keys, key.row, start, K, 0.0, D, BLOCK_N, BLOCK_D, not masked)
             v = load(values, value.row, start, K, 0.0, V, BLOCK_N, BLOCK_V, not masked)
             logits = dot(q, tl.trans(k), None, PRECISION)
@@ -401,12 +456,11 @@ def backward_columns_kernel(
     # The query heads of the group.
     of_group = tl.arange(0, BLOCK_G)[None, :]
     grad_c = tl.zeros([BLOCK_N, BLOCK_G], dtype=tl.float32)
-    # First the rows that need a mask, then those that see all keys of the block.
+    # Two loops: the rows that need a mask; then, without key ranges, those that see all keys of the block.
     for whole in tl.static_range(0, 2 if key_ranges is None else 1):
+        begin, end = (full, last) if whole else (first, full)
         # One loop over rows and heads: nested loops would copy the accumulators, which costs their registers again.
-        for index in range(
-            (full if whole else first) // BLOCK_M * GROUPS, (last if whole else full) // BLOCK_M * GROUPS
-        ):
+        for index in range(begin // BLOCK_M * GROUPS, end // BLOCK_M * GROUPS):
             start = index // GROUPS * BLOCK_M
             h = tl.cast(index % GROUPS, tl.int64)
             rows = start + tl.arange(0, BLOCK_M)
@@ -650,6 +704,21 @@ def dropout_arguments(seed: torch.Tensor | None, probability: float) -> Dropout 
         return None
     scale = 1 / (1 - probability) if probability < 1 else 0.0
     return Dropout(seed, min(round(probability * 2**31), 2**31 - 1), scale)
+
+
+def shift_tables(shift: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
+    """Returns cosines and sines of the shift, (H, R), as the kernels take them."""
+    return (None, None) if shift is None else (shift.cos().contiguous(), shift.sin().contiguous())
+
+
+def polar_argument(
+    cos_q: torch.Tensor, sin_q: torch.Tensor, cos_k: torch.Tensor, sin_k: torch.Tensor, shift: torch.Tensor | None
+) -> Polar:
+    """Returns the tensors of `Polar` as an argument of a kernel."""
+    cos_q, sin_q, cos_k, sin_k = (table.contiguous() for table in (cos_q, sin_q, cos_k, sin_k))
+    batch_q, batch_k = (0 if table.shape[0] == 1 else table.stride(0) for table in (cos_q, cos_k))
+    cos_shift, sin_shift = shift_tables(shift)
+    return Polar(cos_q, sin_q, cos_k, sin_k, cos_shift, sin_shift, batch_q, batch_k)
 
 
 def dropout_seed(query: torch.Tensor, probability: float) -> torch.Tensor | None:

@@ -23,10 +23,11 @@ from .kernel_flash import (
     flash_decode,
     flash_forward,
     row_products,
+    shift_tables,
+    subtract_phase,
 )
 from .kernel_launch import Tiles, block_width, heads, launch, load, pointer, tl, triton
 from .kernel_operator import Operator
-from .kernel_polar import shift_tables, subtract_phase
 
 # Memory of the pairs that are made at once: as much as the query, and at least so many bytes.
 SCRATCH_BYTES = 64 << 20

@@ -109,7 +109,7 @@ class TokenGatedCoPE(PositionEncoding):
     ) -> torch.Tensor:
         # A token has one position for all rows that see it, so logits are products of wider vectors: [q, W_p q] and
         # [k, e[P]].
-        from .kernel_bias import plain_attention
+        from .kernel_plain import plain_attention
 
         gates, table = self._gates(context), self.table(None).float()
         if (key_ranges := options["key_ranges"]) is None:

@@ -34,9 +34,9 @@ from whatwhere.position_cope import CoPE
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
-from whatwhere import kernel_bias, kernel_launch
+from whatwhere import kernel_launch, kernel_plain
 from whatwhere.forward_arguments import CACHE
-from whatwhere.kernel_bias import plain_attention
+from whatwhere.kernel_plain import plain_attention
 
 pytestmark = pytest.mark.skipif(not kernel_launch.INTERPRETED, reason="runs in the interpreter: TRITON_INTERPRET=1")
 
@@ -194,6 +194,36 @@ def test_plain_causal_attention_needs_no_mask():
     assert key_ranges_mask(2, 7, 7) is None
     assert key_ranges_mask(2, 3, 7, q_offset=4) is None
     assert key_ranges_mask(2, 3, 7, q_offset=0) is not None
+
+
+class OnGpu(torch.Tensor):
+    """A mask that seems to be on a GPU, and counts how often its values are read."""
+
+    device = torch.device("cuda")
+    reads = 0
+
+    def all(self, *arguments):
+        OnGpu.reads += 1
+        return super().all(*arguments)
+
+
+def test_a_mask_of_ones_on_a_gpu(monkeypatch):
+    """Of a prompt it is none, as in Transformers; that takes one look. Steps of decoding do not wait for the device."""
+    monkeypatch.setattr(OnGpu, "reads", 0)
+    ones = torch.ones(2, 7, dtype=torch.bool).as_subclass(OnGpu)
+    assert key_ranges_mask(2, 7, 7, attention_mask=ones) is None
+    assert OnGpu.reads == 1
+    padded = ones.clone()
+    padded[0, 0] = False
+    assert is_key_ranges(key_ranges_mask(2, 7, 7, attention_mask=padded))
+    assert OnGpu.reads == 2
+    for rows in (1, 3):
+        assert is_key_ranges(key_ranges_mask(2, rows, 7, q_offset=7 - rows, attention_mask=ones))
+    # What is captured in a CUDA graph cannot be read.
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert is_key_ranges(key_ranges_mask(2, 7, 7, attention_mask=ones))
+    assert OnGpu.reads == 2
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES.values(), ids=GEOMETRIES)
@@ -412,6 +442,15 @@ def test_auto_rotates_pope_and_calls_pytorch(on_gpu, gpu_backends, backend, shar
     assert (heads, groups, width, value_width) == (4, 2 if shared else 4, 16, 8)
 
 
+def test_one_look_at_a_mask_of_ones(on_gpu, gpu_backends, monkeypatch):
+    """Whatever the number of layers; all rotate, as without a mask."""
+    gpu_backends.set("cudnn")
+    monkeypatch.setattr(OnGpu, "reads", 0)
+    model = tiny_model("llama", "pope", "auto", num_hidden_layers=3)
+    model(tokens(2, 21), attention_mask=torch.ones(2, 21, dtype=torch.bool).as_subclass(OnGpu))
+    assert (OnGpu.reads, len(on_gpu)) == (1, 0)
+
+
 def test_where_the_kernel_of_pope_stays(on_gpu, gpu_backends, monkeypatch):
     """Decoding, rows after a cache, padding and documents, what PyTorch has no fast attention for, `triton`."""
     gpu_backends.set("cudnn")
@@ -431,6 +470,7 @@ def test_where_the_kernel_of_pope_stays(on_gpu, gpu_backends, monkeypatch):
             model(ids[:, start:end], use_cache=True, **{CACHE: cache})
             assert len(on_gpu) == expected
     assert kernels(attention_mask=padding("left")) == layers
+    assert kernels(attention_mask=torch.ones(2, 21, dtype=torch.bool).as_subclass(OnGpu)) == 0
     assert kernels(position_ids=torch.arange(21)[None] % 11, use_cache=False) == layers
     assert kernels() == 0
     gpu_backends.set("")
@@ -662,7 +702,7 @@ def test_other_gates_when_decoding(encoding):
 
 def test_layers_without_the_encoding_have_kernels(on_gpu, monkeypatch):
     calls = []
-    monkeypatch.setattr(kernel_bias, "plain_attention", lambda *a, **k: calls.append("plain") or a[0])
+    monkeypatch.setattr(kernel_plain, "plain_attention", lambda *a, **k: calls.append("plain") or a[0])
     monkeypatch.setattr(CoPE, "kernel", lambda *a, **k: calls.append("cope") or a[1])
     for implementation in ("auto", "triton"):
         build("every2", implementation)(tokens(1, 5))
@@ -705,7 +745,7 @@ def test_plain_attention(limited, decay):
         assert row.requires_grad == trained
         close(row, truth[:, :, 16:])
     if not limited:
-        operator, others = kernel_bias._attention, [None] * 6
+        operator, others = kernel_plain._attention, [None] * 6
         check_operator(operator.forward, [*inputs[:3], *(numbers or (None, None)), None], others, 0.3, 0.0)
         step = [tensor.detach() for tensor in (*step, *(of_step or ()))]
         check_operator(operator.decode, [*step, *[None] * (6 - len(step))], others, 0.3, 0.0)

@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="the kernels are written in Triton")
 import compile_kernels
 from oracles import contextual_positions_of_all
 from tiny import slow_but
-from whatwhere import kernel_bias, kernel_cope, kernel_flash, kernel_launch, kernel_pope
+from whatwhere import kernel_cope, kernel_flash, kernel_launch, kernel_plain, kernel_pope
 from whatwhere.scripts.benchmark import references, report
 from whatwhere.scripts.benchmark.kernel_cases import KERNELS, MASKS, case
 from whatwhere.scripts.benchmark.measure import CheckFailed
@@ -61,7 +61,7 @@ def test_groups_in_processes(run, monkeypatch):
 def test_finds_mistakes(monkeypatch, what, mistake):
     """Errors of the output and of a gradient; memory that is not written; results that differ from run to run."""
     modules = {"cope": (kernel_cope, "cope_attention"), "pope": (kernel_pope, "pope_attention")}
-    module, name = modules.get(what, (kernel_bias, "plain_attention"))
+    module, name = modules.get(what, (kernel_plain, "plain_attention"))
     right = getattr(module, name)
 
     def kernel(query, *inputs, **options):
@@ -104,8 +104,8 @@ def wrong_levels(monkeypatch):
     right = kernel_cope._window_gradients
 
     def gradients(*given):
-        *others, fraction = right(*given)
-        return *others, 1.0 - fraction
+        found = right(*given)
+        return found._replace(fraction=1.0 - found.fraction)
 
     monkeypatch.setattr(kernel_cope, "_window_gradients", gradients)
 
@@ -172,21 +172,21 @@ def test_long_cases(monkeypatch):
     assert (rows[0], rows[-1], len(rows)) == (0, 199, 32 - 2)
     checks, share = check_case(long, CPU)
     assert (checks, share <= 1) == (5, True)
-    right = kernel_bias.flash_backward
+    right = kernel_plain.flash_backward
 
     def backward(*given, **options):
         results = right(*given, **options)
         results[1][0, 0, 77] += 0.01
         return results
 
-    monkeypatch.setattr(kernel_bias, "flash_backward", backward)
+    monkeypatch.setattr(kernel_plain, "flash_backward", backward)
     with pytest.raises(CheckFailed, match="dk is off"):
         check_case(long, CPU)
 
 
 def test_tf32(monkeypatch):
     """It is allowed within a case of this type only, and its inputs are exact in it."""
-    right, found = kernel_bias.plain_attention, []
+    right, found = kernel_plain.plain_attention, []
     before = torch.backends.cuda.matmul.fp32_precision
 
     def kernel(query, *inputs, **options):
@@ -195,7 +195,7 @@ def test_tf32(monkeypatch):
         # The error of TF32 is allowed.
         return right(query, *inputs, **options) * (1 + 2**-13)
 
-    monkeypatch.setattr(kernel_bias, "plain_attention", kernel)
+    monkeypatch.setattr(kernel_plain, "plain_attention", kernel)
     check_case(case("plain", "tf32", 16, 80, batch=1, heads=2, groups=1), CPU)
     assert set(found) == {"tf32"}
     assert torch.backends.cuda.matmul.fp32_precision == before

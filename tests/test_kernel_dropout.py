@@ -9,9 +9,9 @@ import torch
 pytest.importorskip("triton")
 
 from tiny import slow_but
-from whatwhere import kernel_bias
-from whatwhere.kernel_bias import plain_attention
+from whatwhere import kernel_plain
 from whatwhere.kernel_cope import cope_attention
+from whatwhere.kernel_plain import plain_attention
 from whatwhere.kernel_pope import pope_attention
 from whatwhere.scripts.benchmark.kernel_cases import KERNELS, case
 
@@ -30,7 +30,7 @@ KINDS = {
 @pytest.mark.parametrize("kind", slow_but(["fox", "pope", "cope"], KINDS))
 def test_gradients_are_those_of_the_dropped_weights(kind, device, little_scratch, monkeypatch):
     """Forward and backward pass, windows and plain part, and all parts of PoPE drop the same weights."""
-    monkeypatch.setattr(kernel_bias, "CHUNK_ROWS", 32)
+    monkeypatch.setattr(kernel_plain, "CHUNK_ROWS", 32)
     name, options = KINDS[kind]
     shape = {"batch": B, "heads": H, "groups": G, **options}
     # The inputs of both are the same.

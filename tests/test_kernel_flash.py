@@ -13,8 +13,8 @@ pytest.importorskip("triton")
 from tiny import mask_of, slow_but
 from whatwhere import kernel_flash, kernel_launch
 from whatwhere.attention_mask import dense_mask
-from whatwhere.kernel_bias import plain_attention
 from whatwhere.kernel_launch import Tiles
+from whatwhere.kernel_plain import plain_attention
 
 pytestmark = pytest.mark.usefixtures("on_device")
 
@@ -377,16 +377,17 @@ def test_wrong_arguments() -> None:
 
 
 @pytest.mark.parametrize("jump", [0.0, -1e6])
-def test_decay_that_falls_far(jump, monkeypatch):
+@pytest.mark.parametrize("columns", [16, 64])
+def test_decay_that_falls_far(columns, jump, monkeypatch):
     """Large numbers, whose differences are small on both sides of a jump; some keys have larger numbers than a row."""
-    monkeypatch.setattr(kernel_flash, "_candidates", lambda *_: [Tiles(16, 16)])
-    query, key, value, grad = tensors = inputs((1, 2, 2, 70, 70, 16))
-    c = -torch.rand(1, 2, 70).double().cumsum(-1) - 3e4
+    monkeypatch.setattr(kernel_flash, "_candidates", lambda *_: [Tiles(16, columns)])
+    query, key, value, grad = tensors = inputs((1, 2, 2, 150, 150, 16))
+    c = -torch.rand(1, 2, 150).double().cumsum(-1) - 3e4
     c[..., 37:] += jump
     c[:, 1, 41:43] += 5.0
     states = leaves(tensors[:3])
     bias = (c[..., :, None] - c[..., None, :]).clamp(max=0)
-    seen = torch.ones(70, 70, dtype=torch.bool).tril()
+    seen = torch.ones(150, 150, dtype=torch.bool).tril()
     logits = (0.3 * states[0] @ states[1].mT + bias).masked_fill(~seen, float("-inf"))
     expected = logits.softmax(-1) @ states[2]
     given = [one.detach().requires_grad_() for one in (query, key, value)]

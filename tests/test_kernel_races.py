@@ -14,10 +14,10 @@ import triton.language as tl
 from compile_kernels import variants
 from race_check import BARRIER, LANES, OUTSIDE, PROGRAMS, UNWRITTEN, checked
 from tiny import mask_of, slow_but
-from whatwhere import kernel_bias, kernel_cope, kernel_flash, kernel_launch
-from whatwhere.kernel_bias import plain_attention
+from whatwhere import kernel_cope, kernel_flash, kernel_launch, kernel_plain
 from whatwhere.kernel_cope import cope_attention
 from whatwhere.kernel_launch import Tiles
+from whatwhere.kernel_plain import plain_attention
 from whatwhere.kernel_pope import pope_attention
 
 pytestmark = pytest.mark.skipif(not kernel_launch.INTERPRETED, reason="runs in the interpreter: TRITON_INTERPRET=1")
@@ -128,7 +128,7 @@ def test_plain_attention_with_other_tiles(tiles, mask, monkeypatch):
 def test_relative_positions(shape, mask, little_scratch, monkeypatch):
     """Positions that are distinct; tiles near and far; chunks of rows."""
     monkeypatch.setattr(kernel_flash, "_candidates", lambda *_: [Tiles(16, 16)])
-    monkeypatch.setattr(kernel_bias, "CHUNK_ROWS", 32)
+    monkeypatch.setattr(kernel_plain, "CHUNK_ROWS", 32)
     _, _, _, Q, K, D = shape = SHAPES[shape]
     key_ranges, positions = mask_of(mask, shape[0], Q, K), torch.arange(K)[None]
 

@@ -9,9 +9,9 @@ pytest.importorskip("triton", reason="the kernels are written in Triton")
 
 import oracles
 from tiny import check_operator, key_ranges_of, slow_but
-from whatwhere import kernel_bias, kernel_flash
-from whatwhere.kernel_bias import plain_attention
+from whatwhere import kernel_flash, kernel_plain
 from whatwhere.kernel_launch import Tiles
+from whatwhere.kernel_plain import plain_attention
 
 pytestmark = pytest.mark.usefixtures("on_device")
 
@@ -109,7 +109,7 @@ def test_low_precision(dtype):
 @pytest.mark.parametrize("kind", slow_but(["packed"], ["causal", "packed", "padded"]))
 def test_chunks_of_rows(kind, little_scratch, monkeypatch):
     """A small budget for scratch memory changes nothing but the number of passes."""
-    monkeypatch.setattr(kernel_bias, "CHUNK_ROWS", 8)
+    monkeypatch.setattr(kernel_plain, "CHUNK_ROWS", 8)
     monkeypatch.setattr(kernel_flash, "_candidates", lambda *_: [Tiles(16, 16)])
     compare(inputs(10, 14, 4), kind, 10, 14)
 
@@ -118,7 +118,7 @@ def test_chunks_of_rows(kind, little_scratch, monkeypatch):
 def test_operator(rows):
     *states, table = inputs(rows, 9, 4)
     positions = torch.arange(9 - rows, 9)[None], torch.arange(9)[None]
-    operator, others = kernel_bias._attention, [None, None, *positions, None, None]
+    operator, others = kernel_plain._attention, [None, None, *positions, None, None]
     check_operator(operator.forward, [*states, None, None, table], others, 0.25, 0.0)
     if rows == 1:
         *states, table = (one.detach() for one in (*states, table))

@@ -15,7 +15,7 @@ VERSION = 0
 LICENSE = "Apache-2.0"
 FUNCTIONS = {
     "cope_attention": "kernel_cope",
-    "plain_attention": "kernel_bias",
+    "plain_attention": "kernel_plain",
     "pope_attention": "kernel_pope",
 }
 
