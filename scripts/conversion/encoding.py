@@ -157,17 +157,17 @@ def _polar_starts(
         )
     frequencies = rope.inv_freq[: polar // each].double()
     found = frequencies.repeat_interleave(each).tolist()
-    for name, allowed in (("theta", [PoPEParameters.theta]), ("frequencies", [None, found])):
-        if given.get(name, allowed[0]) not in allowed:
-            raise ValueError(
-                f"position_encoding_parameters[{name!r}]={given[name]!r} is not valid: in place of RoPE, PoPE gets its "
-                "frequencies, which rope_parameters change. Leave it out."
-            )
-    for name, needed in (("magnitude", "identity"), ("use_delta", True)):
-        if exact and given.get(name, needed) != needed:
-            raise ValueError(
-                f"position_encoding_parameters[{name!r}]={given[name]!r} is not valid: exact=True needs {needed!r}."
-            )
+    why = "in place of RoPE, PoPE gets its frequencies, which rope_parameters change. Leave it out"
+    possible: dict[str, tuple[list[Any], str]] = {
+        "theta": ([PoPEParameters.theta], why),
+        "frequencies": ([None, found], why),
+    }
+    if exact:
+        possible["magnitude"] = ["identity"], "exact=True needs 'identity'"
+        possible["use_delta"] = [True], "exact=True needs True"
+    for name, (values, why) in possible.items():
+        if given.get(name, values[0]) not in values:
+            raise ValueError(f"position_encoding_parameters[{name!r}]={given[name]!r} is not valid: {why}.")
     own |= {"magnitude": given.get("magnitude", "identity"), "frequencies": found}
     # PoPE has no factor of cosines and sines.
     plain = math.sqrt(2 if own.get("scale") == "1/sqrt(2d)" else 1) * math.sqrt(width / head_dim(config))

@@ -341,7 +341,10 @@ def fitted_starts(
     with Progress("fit of PoPE", len(layers), unit="layers", shown=is_first_process()) as progress:
         for index in layers:
             norms = norm_weights(model, index)
-            parts = None if norms is None else tuple(_pairs(one[:, None], pairs)[:, 0, :fitted] for one in norms)
+            parts = None
+            if norms is not None:
+                query, key = (_pairs(one[:, None], pairs)[:, 0, :fitted] for one in norms)
+                parts = query, key
             found = fit(scores.pop(index), length, parts, use_delta=use_delta)
             directions, sizes, plain = [found.query * factors[0], found.key], [], [factors[1], 1.0]
             if norms is not None and parts is not None:
