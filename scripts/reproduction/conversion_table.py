@@ -59,16 +59,15 @@ def folders(root: Path, name: str) -> dict[int, Path]:
     return {percent: root / f"{name}-{percent}" for percent in (0, *PERCENT)}
 
 
-IDENTITY = {"magnitude": "identity"}
 SYSTEMS = {
     "continued": System("RoPE, trained on unchanged"),
     "yarn": System("RoPE with YaRN, factor 16", rope=YARN),
     "none": System("none (DroPE)", "none"),
     "pope": System("PoPE", "pope"),
-    "pope-identity": System("PoPE without softplus", "pope", IDENTITY),
+    "pope-softplus": System("PoPE with softplus, one channel for each pair", "pope", {"magnitude": "softplus"}),
     "cope-rope": System("CoPE + RoPE", "cope+rope", new_rate=1e-2),
     "cope": System("CoPE", "cope", new_rate=1e-2),
-    "plan-pope": System("RoPE, RoPE, PoPE without softplus, by layer", ["rope", "rope", "pope"], {"pope": IDENTITY}),
+    "plan-pope": System("RoPE, RoPE, PoPE, by layer", ["rope", "rope", "pope"]),
     "plan-none": System("RoPE, RoPE, none, by layer", ["rope", "rope", "none"]),
 }
 
