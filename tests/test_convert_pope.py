@@ -114,7 +114,17 @@ def test_the_fit_is_near_any_content(options, scale):
     assert max(errors.values()) < 0.3
     assert all(larger[index] > 1.5 * errors[index] for index in errors)
     assert fitted < without_delta / 1.5
-    assert without_delta < aligned / 1.3
+    assert fitted < aligned / 1.5
+
+
+@pytest.mark.parametrize("options", [{}, {"qk_norm": True}], ids=str)
+def test_without_delta_pairs_that_do_not_turn_are_exact(options):
+    rope = {"rope_type": "linear", "factor": 1e30, "rope_theta": 100.0}
+    model = tiny_model("llama", "rope", rope_parameters=rope, **options)
+    converted, added, _, errors = convert(model, "pope", {"use_delta": False}, text=lambda: tokens(4, 48))
+    assert added == []
+    assert max(errors.values()) < 1e-3
+    torch.testing.assert_close(logits(converted), logits(model), rtol=5e-3, atol=5e-3)
 
 
 @pytest.mark.parametrize("use_delta", [True, False])
@@ -180,6 +190,15 @@ def test_scaled_rope():
     again = convert(rope.model, "pope")
     torch.testing.assert_close(logits(again.model), logits(rope.model), rtol=5e-3, atol=5e-3)
     assert again.model.config.position_encoding_parameters == pope.model.config.position_encoding_parameters
+
+
+def test_proportional_rope():
+    """All channels are pairs, and those beyond the rotated part have the frequency 0."""
+    rope = {"rope_type": "proportional", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
+    model = tiny_model("llama", "rope", rope_parameters=rope)
+    exact = convert(model, "pope", exact=True).model
+    assert exact.config.position_encoding_parameters["frequencies"][5:] == pytest.approx([0.1**0.5, *[0] * 6])
+    torch.testing.assert_close(logits(exact), logits(model), rtol=1e-4, atol=1e-4)
 
 
 def test_frequencies_that_change_with_the_length(caplog):

@@ -126,5 +126,7 @@ def observed(model: Any, index: int, observer: Callable[..., None]) -> Iterator[
 
 
 def rotated_channels(config: Any) -> int:
-    """Returns the number of channels of a head that RoPE rotates."""
-    return int(head_dim(config) * config.rope_parameters.get("partial_rotary_factor", 1.0))
+    """Returns the number of channels of a head that RoPE rotates; "proportional" pairs all, some of frequency 0."""
+    rope = config.rope_parameters
+    share = 1.0 if rope["rope_type"] == "proportional" else rope.get("partial_rotary_factor", 1.0)
+    return int(head_dim(config) * share)
