@@ -223,6 +223,22 @@ def test_rope_that_rotates_a_part():
             convert(model, "pope", {"partial_rotary_factor": factor})
 
 
+@pytest.mark.parametrize("parameters", [{}, {"magnitude": "relu"}], ids=str)
+def test_rope_parameters_keep_the_pairs(parameters):
+    """With another number of rotated channels, RoPE pairs other channels."""
+    given = {"rope_type": "default", "partial_rotary_factor": 0.5}
+    with pytest.raises(ValueError, match=r"rope_parameters=.*'partial_rotary_factor': 0.5.* rotates 4 .* must be 8"):
+        convert(tiny_model("llama", "rope"), "pope", parameters, rope_parameters=given)
+
+
+@pytest.mark.parametrize("parameters", [{}, {"magnitude": "relu"}], ids=str)
+def test_states_that_are_not_finite(parameters):
+    model = tiny_model("llama", "rope")
+    attention_of(model, 1).q_proj.weight.data[0, 0] = math.nan
+    with pytest.raises(ValueError, match=r"queries or keys of layer 1 .* not finite"):
+        convert(model, "pope", parameters)
+
+
 @pytest.mark.parametrize(("name", "value"), [("theta", 300.0), ("frequencies", [1.0] * 8)])
 def test_frequencies_are_those_of_rope(name, value):
     with pytest.raises(ValueError, match=rf"\['{name}'\]=.* is not valid: in place of RoPE, PoPE gets its frequencies"):
@@ -328,6 +344,9 @@ def test_exact_is_refused():
     ):
         with pytest.raises(ValueError, match=said):
             convert(tiny_model(family, "rope", **fields), new, parameters, exact=True)
+    for source in ("cope+rope", ["rope", "fox+rope"]):
+        with pytest.raises(ValueError, match="exact=True is not valid: layers of the source have more than RoPE"):
+            convert(tiny_model("llama", source), "pope", exact=True)
 
 
 @pytest.mark.parametrize("width", [22, 64, 80, 176])

@@ -109,12 +109,19 @@ def observe(model: Any, tokens: torch.Tensor, observers: dict[int, Callable[...,
 
 @contextlib.contextmanager
 def observed(model: Any, index: int, observer: Callable[..., None]) -> Iterator[None]:
-    """Calls `observer` with a layer's queries (1, H, T, D) and keys (1, G, T, D) before RoPE, and those after it."""
+    """Calls `observer` with a layer's queries (1, H, T, D) and keys (1, G, T, D) before RoPE, and those after it.
+
+    Queries and keys that are not finite raise ValueError.
+    """
     (rope,) = (one for one in attention_of(model, index).encodings.hooks["before_cache"] if one.name == "rope")
     rotate = rope.before_cache
 
     def rotate_observed(query: torch.Tensor, key: torch.Tensor, context: Any) -> Any:
         rotated = rotate(query, key, context)
+        if not (query.isfinite().all() and key.isfinite().all()):
+            raise ValueError(
+                f"The queries or keys of layer {index} are not finite, with dtype={query.dtype}: PoPE cannot be fitted."
+            )
         observer(query, key, *rotated)
         return rotated
 
