@@ -13,6 +13,7 @@ from test_stock_equality import LLAMA
 from tiny import tiny_model, tokens
 from whatwhere.scripts.conversion import encoding, polar_fit
 from whatwhere.scripts.conversion.encoding import convert
+from whatwhere.scripts.conversion.folder import convert_folder
 from whatwhere.scripts.conversion.layer_start import attention_of
 from whatwhere.scripts.data.tokenize import build_tokenizer
 
@@ -378,7 +379,7 @@ def test_the_calibration_file(tmp_path, capsys):
     assert default["calibration_sha256"] is None
     assert default["fit_errors"] != record["fit_errors"]
     refused = {
-        "short.txt": ("pope", "short.txt' is not valid: the model's tokenizer gives 10 tokens"),
+        "short.txt": ("pope", "10 tokens, 0 of them unknown words. Allowed: at least 256 tokens, at most a tenth of"),
         "text.txt": ("cope", "text.txt' has no effect: no layer is fitted"),
         "missing.txt": ("pope", "missing.txt"),
     }
@@ -387,3 +388,15 @@ def test_the_calibration_file(tmp_path, capsys):
             run(f"refused {file}", file, new)
         assert said in f"{exit_.value.code} {capsys.readouterr().err}"
         assert not (tmp_path / f"refused {file}/config.json").exists()
+
+
+def test_a_vocabulary_without_text(tmp_path, refused):
+    """Its tokenizer has no token for unknown words."""
+    tokenizer = build_tokenizer("jsb")
+    tiny_model("llama", "rope", vocab_size=len(tokenizer)).save_pretrained(tmp_path / "source")
+    tokenizer.save_pretrained(tmp_path / "source")
+    (tmp_path / "text.txt").write_text("A text of the user's own. " * 40)
+    given = ["convert", str(tmp_path / "source"), "--position-encoding", "pope", "--output", str(tmp_path / "output")]
+    said = refused(*given, "--calibration-file", str(tmp_path / "text.txt"))
+    assert "text.txt' is not valid: the model's tokenizer does not read it: WordLevel error" in said
+    assert convert_folder(str(tmp_path / "source"), tmp_path / "output", "pope").errors.keys() == {0, 1}
