@@ -187,6 +187,8 @@ def test_scaled_rope():
     assert pope.model.config.max_position_embeddings == rope.model.config.max_position_embeddings == 64
     torch.testing.assert_close(logits(pope.model), logits(rope.model), rtol=5e-3, atol=5e-3)
     assert (logits(pope.model) - logits(model)).abs().max() > 0.02
+    exact = convert(model, "pope", rope_parameters=scaled, exact=True)
+    torch.testing.assert_close(logits(exact.model), logits(rope.model), rtol=1e-4, atol=1e-4)
     # The same from a source that is scaled already.
     again = convert(rope.model, "pope")
     torch.testing.assert_close(logits(again.model), logits(rope.model), rtol=5e-3, atol=5e-3)
