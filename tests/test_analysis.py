@@ -123,6 +123,19 @@ def test_summaries_of_norms():
     assert entry["wavelengths"] == pytest.approx([2 * math.pi] * 8)
 
 
+def test_channels_that_do_not_turn(tmp_path):
+    """The frequency 0, as of proportional RoPE and a PoPE that was made from it, has no wavelength."""
+    model = model_of("llama", "pope", {"frequencies": [0.5] * 4 + [0.0] * 4})
+    (layer, *_), norms = attention_layers(model), torch.ones(1, 8)
+    radians = model.base_model.shared_encodings["pope"].frequencies(torch.arange(2))
+    expected = [*[pytest.approx(4 * math.pi)] * 4, *[None] * 4]
+    for entry in (frequencies.usage("pope", radians, [layer.layer_idx], norms, norms, 5), deltas.read(model)):
+        assert entry["wavelengths"] == expected
+        json.dumps(entry, allow_nan=False)
+    deltas.draw({"name": NAME, **entry}, tmp_path / "deltas")
+    assert "∞" in (tmp_path / "deltas.svg").read_text(encoding="utf-8")
+
+
 def test_the_sonnets():
     poems = sonnets()
     assert [len(text.split("\n")) for text in poems] == [14] * 10

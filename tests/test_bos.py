@@ -317,7 +317,7 @@ def test_text_of_conversions(stock, tmp_path):
     config = whatwhere.WhatWhereLlamaConfig.from_pretrained(stock)
     for template, count in (("<s> $A", 0), ("<s> $A </s>", 1)):
         of_bytes(template).save_pretrained(tmp_path)
-        ids = _tokens(str(tmp_path), None, config).flatten()
+        ids = _tokens(str(tmp_path), None, config, None).flatten()
         expected = [token for text in sonnets() for token in (BOS, *text.encode(), *[EOS] * count)]
         assert ids.tolist() == expected[: len(ids)]
         assert (ids == BOS).sum() > 1

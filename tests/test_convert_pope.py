@@ -13,6 +13,7 @@ from test_stock_equality import LLAMA
 from tiny import tiny_model, tokens
 from whatwhere.scripts.conversion import encoding, polar_fit
 from whatwhere.scripts.conversion.encoding import convert
+from whatwhere.scripts.conversion.folder import convert_folder
 from whatwhere.scripts.conversion.layer_start import attention_of
 from whatwhere.scripts.data.tokenize import build_tokenizer
 
@@ -117,7 +118,18 @@ def test_the_fit_is_near_any_content(options, scale):
     assert fitted < aligned / 1.5
 
 
-def test_the_errors_are_those_of_the_scores(monkeypatch):
+@pytest.mark.parametrize("options", [{}, {"qk_norm": True}], ids=str)
+def test_without_delta_pairs_that_do_not_turn_are_exact(options):
+    rope = {"rope_type": "linear", "factor": 1e30, "rope_theta": 100.0}
+    model = tiny_model("llama", "rope", rope_parameters=rope, **options)
+    converted, added, _, errors = convert(model, "pope", {"use_delta": False}, text=lambda: tokens(4, 48))
+    assert added == []
+    assert max(errors.values()) < 1e-3
+    torch.testing.assert_close(logits(converted), logits(model), rtol=5e-3, atol=5e-3)
+
+
+@pytest.mark.parametrize("use_delta", [True, False])
+def test_the_errors_are_those_of_the_scores(monkeypatch, use_delta):
     """The share of the variance within a row, under the weights of its attention, that the fitted scores lose."""
     monkeypatch.setattr(polar_fit, "_INDEPENDENT", 0.0)
     torch.manual_seed(1)
@@ -135,7 +147,8 @@ def test_the_errors_are_those_of_the_scores(monkeypatch):
 
     scores = polar_fit.Scores(frequencies, scaling)
     scores.add(query, key, rotated(query), rotated(key))
-    found = polar_fit.fit(scores, 64)
+    found = polar_fit.fit(scores, 64, use_delta=use_delta)
+    assert use_delta == bool(found.delta.any())
     skipped = polar_fit.SKIPPED
     assert scores.rows == T - skipped
     lost, whole = 0.0, 0.0
@@ -162,7 +175,7 @@ def test_the_errors_are_those_of_the_scores(monkeypatch):
                     whole += variance
                 else:
                     lost += variance
-    assert 0 < found.error < 0.2
+    assert 0 < found.error < (0.2 if use_delta else 0.5)
     assert found.error == pytest.approx(lost / whole, rel=1e-3)
 
 
@@ -174,10 +187,21 @@ def test_scaled_rope():
     assert pope.model.config.max_position_embeddings == rope.model.config.max_position_embeddings == 64
     torch.testing.assert_close(logits(pope.model), logits(rope.model), rtol=5e-3, atol=5e-3)
     assert (logits(pope.model) - logits(model)).abs().max() > 0.02
+    exact = convert(model, "pope", rope_parameters=scaled, exact=True)
+    torch.testing.assert_close(logits(exact.model), logits(rope.model), rtol=1e-4, atol=1e-4)
     # The same from a source that is scaled already.
     again = convert(rope.model, "pope")
     torch.testing.assert_close(logits(again.model), logits(rope.model), rtol=5e-3, atol=5e-3)
     assert again.model.config.position_encoding_parameters == pope.model.config.position_encoding_parameters
+
+
+def test_proportional_rope():
+    """All channels are pairs, and those beyond the rotated part have the frequency 0."""
+    rope = {"rope_type": "proportional", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
+    model = tiny_model("llama", "rope", rope_parameters=rope)
+    exact = convert(model, "pope", exact=True).model
+    assert exact.config.position_encoding_parameters["frequencies"][5:] == pytest.approx([0.1**0.5, *[0] * 6])
+    torch.testing.assert_close(logits(exact), logits(model), rtol=1e-4, atol=1e-4)
 
 
 def test_frequencies_that_change_with_the_length(caplog):
@@ -200,6 +224,22 @@ def test_rope_that_rotates_a_part():
             match=rf"partial_rotary_factor={factor} .* it must give at least 2, at most 4, and a multiple of 2",
         ):
             convert(model, "pope", {"partial_rotary_factor": factor})
+
+
+@pytest.mark.parametrize("parameters", [{}, {"magnitude": "relu"}], ids=str)
+def test_rope_parameters_keep_the_pairs(parameters):
+    """With another number of rotated channels, RoPE pairs other channels."""
+    given = {"rope_type": "default", "partial_rotary_factor": 0.5}
+    with pytest.raises(ValueError, match=r"rope_parameters=.*'partial_rotary_factor': 0.5.* rotates 4 .* must be 8"):
+        convert(tiny_model("llama", "rope"), "pope", parameters, rope_parameters=given)
+
+
+@pytest.mark.parametrize("parameters", [{}, {"magnitude": "relu"}], ids=str)
+def test_states_that_are_not_finite(parameters):
+    model = tiny_model("llama", "rope")
+    attention_of(model, 1).q_proj.weight.data[0, 0] = math.nan
+    with pytest.raises(ValueError, match=r"queries or keys of layer 1 .* not finite"):
+        convert(model, "pope", parameters)
 
 
 @pytest.mark.parametrize(("name", "value"), [("theta", 300.0), ("frequencies", [1.0] * 8)])
@@ -307,6 +347,9 @@ def test_exact_is_refused():
     ):
         with pytest.raises(ValueError, match=said):
             convert(tiny_model(family, "rope", **fields), new, parameters, exact=True)
+    for source in ("cope+rope", ["rope", "fox+rope"]):
+        with pytest.raises(ValueError, match="exact=True is not valid: layers of the source have more than RoPE"):
+            convert(tiny_model("llama", source), "pope", exact=True)
 
 
 @pytest.mark.parametrize("width", [22, 64, 80, 176])
@@ -338,7 +381,7 @@ def test_the_calibration_file(tmp_path, capsys):
     assert default["calibration_sha256"] is None
     assert default["fit_errors"] != record["fit_errors"]
     refused = {
-        "short.txt": ("pope", "short.txt' is not valid: the model's tokenizer gives 10 tokens"),
+        "short.txt": ("pope", "10 tokens, 0 of them unknown words. Allowed: at least 256 tokens, at most a tenth of"),
         "text.txt": ("cope", "text.txt' has no effect: no layer is fitted"),
         "missing.txt": ("pope", "missing.txt"),
     }
@@ -347,3 +390,15 @@ def test_the_calibration_file(tmp_path, capsys):
             run(f"refused {file}", file, new)
         assert said in f"{exit_.value.code} {capsys.readouterr().err}"
         assert not (tmp_path / f"refused {file}/config.json").exists()
+
+
+def test_a_vocabulary_without_text(tmp_path, refused):
+    """Its tokenizer has no token for unknown words."""
+    tokenizer = build_tokenizer("jsb")
+    tiny_model("llama", "rope", vocab_size=len(tokenizer)).save_pretrained(tmp_path / "source")
+    tokenizer.save_pretrained(tmp_path / "source")
+    (tmp_path / "text.txt").write_text("A text of the user's own. " * 40)
+    given = ["convert", str(tmp_path / "source"), "--position-encoding", "pope", "--output", str(tmp_path / "output")]
+    said = refused(*given, "--calibration-file", str(tmp_path / "text.txt"))
+    assert "text.txt' is not valid: the model's tokenizer does not read it: WordLevel error" in said
+    assert convert_folder(str(tmp_path / "source"), tmp_path / "output", "pope").errors.keys() == {0, 1}

@@ -11,7 +11,7 @@ import torch
 
 from ...position_pope import pope_frequencies
 from ..evaluation.figures import new_figure, save_figure
-from .layers import attention_layers, draw_heatmap
+from .layers import attention_layers, draw_heatmap, wavelengths_of
 
 
 def read(model: Any) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def read(model: Any) -> dict[str, Any]:
         "delta_init": parameters.delta_init,
         "layers": [layer.layer_idx for layer in layers],
         "frequencies": frequencies.tolist(),
-        "wavelengths": (2 * math.pi / frequencies).tolist(),
+        "wavelengths": wavelengths_of(frequencies),
         "deltas": deltas.tolist(),
         "mean": deltas.mean().item(),
         "smallest": deltas.min().item(),

@@ -22,7 +22,7 @@ from ...position_plan import list_position_encodings
 from ...position_pope import pope_frequencies
 from ..evaluation.figures import new_figure, save_figure, wrapped
 from ..evaluation.results import markdown_table
-from .layers import attention_layers, draw_heatmap, watched
+from .layers import attention_layers, draw_heatmap, watched, wavelengths_of
 from .texts import encode
 
 ALLOWED = [name for name in list_position_encodings() if {"rope", "pope"} & set(name.split("+"))]
@@ -40,7 +40,7 @@ def usage(
         queries, keys: float64 (L, F), mean norms.
     """
     entry: dict[str, Any] = {"kind": kind, "tokens": tokens, "layers": layers, "frequencies": frequencies.tolist()}
-    entry["wavelengths"] = (2 * math.pi / frequencies).tolist()
+    entry["wavelengths"] = wavelengths_of(frequencies)
     for side, norms in (("queries", queries), ("keys", keys)):
         quarter = max(1, round(norms.shape[1] / 4))
         entry[side] = norms.tolist()

@@ -1,6 +1,7 @@
 """The attention layers of a model: found, watched in forward passes, and drawn by frequency."""
 
 import contextlib
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
@@ -28,14 +29,20 @@ def watched(owner: Any, name: str, watch: Callable[..., None]) -> contextlib.Abs
     return mock.patch.object(owner, name, call)
 
 
+def wavelengths_of(frequencies: torch.Tensor) -> list[float | None]:
+    """Returns the wavelengths in tokens of frequencies (F,) in radians per token; None for the frequency 0."""
+    return [2 * math.pi / frequency if frequency else None for frequency in frequencies.tolist()]
+
+
 def draw_heatmap(
-    axes: Any, values: torch.Tensor, wavelengths: Sequence[float], *, label: str, title: str, **options: Any
+    axes: Any, values: torch.Tensor, wavelengths: Sequence[float | None], *, label: str, title: str, **options: Any
 ) -> None:
     """Draws values (F, columns) with at most 8 wavelengths in tokens as labels of the rows."""
     image = axes.imshow(values.numpy(), aspect="auto", cmap="viridis", interpolation="nearest", **options)
     axes.figure.colorbar(image, ax=axes, label=label)
     every = -(-len(wavelengths) // 8)
     ticks = range(0, len(wavelengths), every)
-    axes.set_yticks(ticks, [f"{wavelengths[tick]:,.0f}" for tick in ticks])
+    shown = [wavelengths[tick] for tick in ticks]
+    axes.set_yticks(ticks, ["∞" if length is None else f"{length:,.0f}" for length in shown])
     axes.set_ylabel("wavelength (tokens)")
     axes.set_title(wrapped(title, 3.6), fontsize="medium")

@@ -12,8 +12,8 @@ rotated channels (rope), or the magnitude of one (pope), as the mean over tokens
   table: checkpoint, side (queries or keys), and the share of the highest quarter of frequencies in the sum of norms, as
     the mean over layers (0.25 if all norms are equal).
   frequencies.json: for each checkpoint its kind (rope or pope), the number of tokens, layers, frequencies (radians per
-    token, highest first), wavelengths (tokens), queries and keys (the norms by layer and frequency), and
-    queries_highest_quarter and keys_highest_quarter (the share of the table by layer).
+    token, highest first), wavelengths (tokens; null for the frequency 0), queries and keys (the norms by layer and
+    frequency), and queries_highest_quarter and keys_highest_quarter (the share of the table by layer).
 
 deltas: the learned phase shifts of a PoPE model, with their mean and their range; "at a bound" are those at 0 or -2 pi.
   deltas.json: delta_init (how they started), layers, frequencies (radians per token), wavelengths (tokens), deltas

@@ -137,6 +137,11 @@ def _polar_starts(
     pairs, width = rotated_channels(config) // 2, head_dim(config)
     identity = given.get("magnitude", "identity") == "identity"
     rope_config = _with_encoding(config, "rope", {}, **scaling)
+    if (rotated := rotated_channels(rope_config)) != 2 * pairs:
+        raise ValueError(
+            f"rope_parameters={scaling['rope_parameters']!r} is not valid: it rotates {rotated} of {width} channels. "
+            f"In place of RoPE, PoPE needs the pairs of the source: it must be {2 * pairs}."
+        )
     rope = RotaryTables(rope_config).rotary_emb
     if (kind := rope.rope_type) in ("dynamic", "longrope"):
         logger.warning(
@@ -239,6 +244,8 @@ def _check_exact(config: Any, position_encoding: Any, before: list[Any], changed
     problem = ""
     if len(changed) != len(before):
         problem = f"position_encoding={position_encoding!r} does not change all layers from RoPE to PoPE"
+    elif any(len(layer) > 1 for layer in before):
+        problem = f"layers of the source have more than RoPE, position_encoding={config.position_encoding!r}"
     elif not hasattr(config, "head_dim"):
         problem = "the width of heads cannot be changed in the GPT-2 family"
     elif others := [name for name in ("qk_norm", "output_norm", "output_gate") if getattr(config, name)]:

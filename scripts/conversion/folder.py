@@ -130,7 +130,8 @@ def fit_tokenizer(tokenizer: Any, model: Any) -> None:
 def _tokens(source: str, gguf_file: str | None, config: Any, calibration_file: Path | None) -> torch.Tensor | None:
     """Returns tokens of the calibration text in rows of one length, int64 (rows, tokens).
 
-    Without a file, None if there is no tokenizer of text. Raises ValueError for a file that gives too few tokens.
+    Without a file, None if there is no tokenizer of text. Raises ValueError for a file that gives too few tokens, or
+    that the tokenizer does not read.
     """
     try:
         tokenizer = load_tokenizer(source, gguf_file)
@@ -139,14 +140,23 @@ def _tokens(source: str, gguf_file: str | None, config: Any, calibration_file: P
             return None
         raise
     texts = sonnets() if calibration_file is None else ["".join(_beginning(calibration_file))]
-    ids = torch.tensor([token for text in texts for token in tokenizer(text, verbose=False)["input_ids"]])
+    try:
+        ids = torch.tensor([token for text in texts for token in tokenizer(text, verbose=False)["input_ids"]])
+    # The type that a vocabulary of words raises if it has no token for unknown ones.
+    except Exception as error:
+        if calibration_file is None:
+            return None
+        raise ValueError(
+            f"calibration_file={str(calibration_file)!r} is not valid: the model's tokenizer does not read it: {error}."
+        ) from error
     ids = ids[ids < config.vocab_size].long()
     length = min(len(ids), config.max_position_embeddings, _CALIBRATION_ROW)
     unknown = ids.tolist().count(tokenizer.unk_token_id)
     if calibration_file is not None and (len(ids) < _CALIBRATION_LEAST or unknown > len(ids) / 10):
         raise ValueError(
             f"calibration_file={str(calibration_file)!r} is not valid: the model's tokenizer gives {len(ids)} tokens, "
-            f"{unknown} of them unknown words. Allowed: at least {_CALIBRATION_LEAST} tokens, a tenth of them unknown."
+            f"{unknown} of them unknown words. Allowed: at least {_CALIBRATION_LEAST} tokens, at most a tenth of them "
+            "unknown."
         )
     if length < 2 or unknown > len(ids) / 10:
         return None

@@ -109,12 +109,19 @@ def observe(model: Any, tokens: torch.Tensor, observers: dict[int, Callable[...,
 
 @contextlib.contextmanager
 def observed(model: Any, index: int, observer: Callable[..., None]) -> Iterator[None]:
-    """Calls `observer` with a layer's queries (1, H, T, D) and keys (1, G, T, D) before RoPE, and those after it."""
+    """Calls `observer` with a layer's queries (1, H, T, D) and keys (1, G, T, D) before RoPE, and those after it.
+
+    Queries and keys that are not finite raise ValueError.
+    """
     (rope,) = (one for one in attention_of(model, index).encodings.hooks["before_cache"] if one.name == "rope")
     rotate = rope.before_cache
 
     def rotate_observed(query: torch.Tensor, key: torch.Tensor, context: Any) -> Any:
         rotated = rotate(query, key, context)
+        if not (query.isfinite().all() and key.isfinite().all()):
+            raise ValueError(
+                f"The queries or keys of layer {index} are not finite, with dtype={query.dtype}: PoPE cannot be fitted."
+            )
         observer(query, key, *rotated)
         return rotated
 
@@ -126,5 +133,7 @@ def observed(model: Any, index: int, observer: Callable[..., None]) -> Iterator[
 
 
 def rotated_channels(config: Any) -> int:
-    """Returns the number of channels of a head that RoPE rotates."""
-    return int(head_dim(config) * config.rope_parameters.get("partial_rotary_factor", 1.0))
+    """Returns the number of channels of a head that RoPE rotates; "proportional" pairs all, some of frequency 0."""
+    rope = config.rope_parameters
+    share = 1.0 if rope["rope_type"] == "proportional" else rope.get("partial_rotary_factor", 1.0)
+    return int(head_dim(config) * share)

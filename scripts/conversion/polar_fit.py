@@ -210,10 +210,12 @@ def fit(
         second_key.diagonal(dim1=-1, dim2=-2).mean(-1) / _square(key, second_key).mean(-1).clamp_min(1e-300)
     ).sqrt()
     key, query = key * scale[..., None, None], query / scale[:, None, :, None, None]
-    # A channel with the opposite sign and a delta of pi more is the same: delta stays away from the bounds 0 and -2 pi.
-    flipped = delta.abs() < math.pi / 2
-    query = torch.where(flipped[..., None], -query, query)
-    delta = torch.where(flipped, delta - math.pi, -torch.remainder(-delta, 2 * math.pi))
+    if use_delta:
+        # A channel with the opposite sign and a delta of pi more is the same: delta stays away from the bounds 0 and
+        # -2 pi.
+        flipped = delta.abs() < math.pi / 2
+        query = torch.where(flipped[..., None], -query, query)
+        delta = torch.where(flipped, delta - math.pi, -torch.remainder(-delta, 2 * math.pi))
     H = G * n
     return Fit(query.reshape(H, P, 2, 2), key, delta.reshape(H, P, 2), (lost / size.sum()).item())
 
