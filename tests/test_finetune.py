@@ -172,12 +172,13 @@ def test_lora_with_a_new_encoding(run, stock, family, encoding):
     assert not torch.allclose(logits(merged), logits(before), atol=1e-3)
 
 
-def test_bfloat16_checkpoint_is_trained_in_float32(run, stock, tmp_path):
+def test_bfloat16_checkpoint_is_trained_in_float32(run, stock, tmp_path, capsys):
     """A step that bfloat16 cannot represent is not lost; the result has the checkpoint's dtype."""
     half = tmp_path / "half"
     LlamaForCausalLM.from_pretrained(stock["llama"]).bfloat16().save_pretrained(half)
     AutoTokenizer.from_pretrained(stock["llama"]).save_pretrained(half)
     output, results = run(str(half), "--position-encoding", "pope")
+    assert "PoPE's fit to RoPE loses " in capsys.readouterr().err
     saved = load_file(output / "model.safetensors")
     assert {weight.dtype for weight in saved.values()} == {torch.bfloat16}
     assert AutoModelForCausalLM.from_pretrained(output).dtype == torch.bfloat16

@@ -6,6 +6,7 @@ import shlex
 from whatwhere_cli.convert import parser
 
 from ..cards.folder import write_card
+from ..conversion.encoding import fit_message
 from ..conversion.folder import convert_folder
 from ..errors import program
 
@@ -24,11 +25,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"{options.output}: stock {model.config.model_type}, {model.num_parameters():,} parameters.")
         return
     if errors:
-        worst = max(errors, key=errors.__getitem__)
-        print(
-            f"PoPE's fit to RoPE loses {sum(errors.values()) / len(errors):.2%} of the variance of the scores, at most "
-            f"{errors[worst]:.2%} (layer {worst})."
-        )
+        print(fit_message(errors))
     count = sum(parameter.numel() for name, parameter in model.named_parameters() if name in new)
     print(f"{options.output}: {model.num_parameters():,} parameters, of which {count:,} are new.")
     # The card loads it again, for its sample.

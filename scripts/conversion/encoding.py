@@ -120,6 +120,15 @@ def convert(
     return Converted(result, list(missing), sorted(weights.keys() - kept.keys()), errors)
 
 
+def fit_message(errors: dict[int, float]) -> str:
+    """Returns a sentence on the errors of PoPE's fit to RoPE."""
+    worst = max(errors, key=errors.__getitem__)
+    return (
+        f"PoPE's fit to RoPE loses {sum(errors.values()) / len(errors):.2%} of the variance of the scores, at most "
+        f"{errors[worst]:.2%} (layer {worst})."
+    )
+
+
 def _polar_starts(
     model: Any,
     layers: list[int],

@@ -22,6 +22,7 @@ from transformers import PreTrainedConfig
 from whatwhere.model_card import weights_fingerprint
 
 from ..checks import Checked, Count, Fraction, NotNegative, NotNegativeFloat, Positive, parse
+from ..conversion.encoding import fit_message
 from ..conversion.folder import convert_checkpoint, fit_tokenizer
 from ..conversion.record import card_metadata, conversion_of
 from ..data.corpora import CORPORA
@@ -164,6 +165,7 @@ class Finetuning(TrainingRun):
         """Loads the model, with weights of the dtype that they are trained in."""
         converted = convert_checkpoint(self.options.checkpoint, *self._encoding())
         self.loaded, self.fresh = converted.model, set(converted.new)
+        self.fit_errors = converted.errors
         self.dtypes = {name: parameter.dtype for name, parameter in self.loaded.named_parameters()}
         if not self.options.lora or self.fresh:
             # Small updates of bfloat16 weights would be rounded away.
@@ -176,6 +178,8 @@ class Finetuning(TrainingRun):
                 f"warning: tokenizer={tokenizer!r} has other tokens than the tokenizer of checkpoint={checkpoint!r}, "
                 "whose embeddings do not fit them"
             )
+        if self.fit_errors:
+            self.say(fit_message(self.fit_errors))
         super()._load_data_and_model()
 
     def build_model(self) -> Any:
