@@ -39,6 +39,12 @@ test-transformers-%: $(VENV)/installed
 		transformers==$*
 	PYTHONPATH=$(CURDIR)/build/transformers-$* $(PYTEST) -m "not slow" $(TESTS)
 
+# Compiles the kernels with another version of Triton, which lies in a folder before the environment.
+test-triton-%: $(VENV)/installed
+	rm -rf build/triton-$*
+	$(RUN) -m pip install --disable-pip-version-check -q --no-deps --target build/triton-$* triton==$*
+	PYTHONPATH=$(CURDIR)/build/triton-$* $(RUN) tests/compile_kernels.py --targets sm_90 --only " bfloat16 D=64"
+
 # The tests with the newest version of everything. With the default of TORCH, PyTorch is what constraints.txt has, since
 # the newest one of the Python Package Index is a CUDA build of several GB: `make test-newest TORCH=` takes that.
 TORCH ?= torch==2.13.0 triton==3.7.1

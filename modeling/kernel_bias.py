@@ -22,7 +22,7 @@ class LogitBias(NamedTuple):
     """The bias of the logit of row i and key j: a decay (FoX, ALiBi), or a number for the distance of positions.
 
     A decay is c_i - c_j, or 0 if that is positive. Relative positions: z[i, n] for the distance n; negative distances
-    have the first number, larger ones the last.
+    have the first number, larger ones the last. Without a bias all attributes are None: `NO_BIAS`.
 
     Attributes:
         rows, keys: float32 (1 or B, H, Q, 2) and (1 or B, H, K, 2): c in base 2 as the sum of two numbers, since
@@ -32,17 +32,21 @@ class LogitBias(NamedTuple):
             REFERENCE_KEYS. None where nothing reads it.
         z: float32 (B, H, Q, P), or None for a decay.
         grad: zeros, to which the gradient of z is added, or None.
-        last: P - 1.
+        last: P - 1, or None for a decay.
     """
 
-    rows: Any
-    keys: Any
-    batch_rows: Any
-    batch_keys: Any
+    rows: Any = None
+    keys: Any = None
+    batch_rows: Any = None
+    batch_keys: Any = None
     near: Any = None
     z: Any = None
     grad: Any = None
-    last: Any = 0
+    last: Any = None
+
+
+# Triton 3.6 does not compile a comparison of None with a tuple that holds None: kernels compare `rows`.
+NO_BIAS = LogitBias()
 
 
 @triton.jit
@@ -183,13 +187,13 @@ def check_bias(decay: Any, relative: Any, query: torch.Tensor, key: torch.Tensor
             raise ValueError(f"positions={tuple(positions.shape)!r} is not valid: it must be (1 or batch, {length}).")
 
 
-def decay_argument(rows: torch.Tensor | None, keys: torch.Tensor | None, *, near: bool) -> LogitBias | None:
+def decay_argument(rows: torch.Tensor | None, keys: torch.Tensor | None, *, near: bool) -> LogitBias:
     """Returns the numbers of rows (1 or B, H, Q) and keys (1 or B, H, K), float64 or float32, for a kernel.
 
     near: whether the kernel is one of `flash_forward` or `flash_backward`, which read `LogitBias.near`.
     """
     if rows is None or keys is None:
-        return None
+        return NO_BIAS
     both = [one.double() * LOG2_E.value for one in (rows, keys)]
     pairs = [torch.stack((one.float(), (one - one.float()).float()), dim=-1) for one in both]
     of_keys = None

@@ -44,6 +44,8 @@ from typing import Any, NamedTuple
 import torch
 
 from .kernel_bias import (
+    NO_BIAS,
+    LogitBias,
     bias_gradient,
     bias_rows,
     bias_values,
@@ -350,7 +352,7 @@ def _window_forward(
     if gate_key is not None:
         gate_keys = pointer(gate_key, b, h // groups)
     z = values + (member * chunk_rows + tl.minimum(local, chunk_rows - 1)) * P * 2
-    if logit_bias is not None:
+    if logit_bias.rows is not None:
         if SHARED:
             # Row 0 of each head.
             row = tl.minimum(rows, row_count - 1)
@@ -389,7 +391,7 @@ def _window_forward(
         fraction, below, step = _interpolate(z, level, tl.minimum(running + rest, highest))
         logits += below + fraction * step
         columns = begin + tl.arange(0, BLOCK_N)[None, :]
-        if logit_bias is not None:
+        if logit_bias.rows is not None:
             logits += bias_values(logit_bias, of_rows, columns, K) * LOG2_E
         v = load(v_rows, value.row, begin, K, 0.0, D, BLOCK_N, BLOCK_D, False)
         logits = tl.where(seen, logits, MASKED)
@@ -551,7 +553,7 @@ def _window_rows(
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     scale = scaling * LOG2_E
     older = _triangles(own.q, BLOCK_N)
-    if logit_bias is not None:
+    if logit_bias.rows is not None:
         count_rows = tl.minimum(chunk_rows, Q - first_row)
         of_rows = bias_rows(logit_bias, b, h, member, local, inside, count_rows, K, 1)
         grad_last = tl.zeros([BLOCK_M], tl.float32)
@@ -572,13 +574,13 @@ def _window_rows(
         if gate_key is not None:
             gk = load(gate_keys, gate_key.row, begin, K, 0.0, D, BLOCK_N, BLOCK_D, False)
         block_bias = None
-        if logit_bias is not None:
+        if logit_bias.rows is not None:
             block_bias = bias_values(logit_bias, of_rows, columns[None, :], K)
         found = _window_gradients(
             own, values, k, gk, v, block_bias, seen, count, slope, older, dropout, member, columns, scale, P,
             PRECISION, k.dtype == tl.bfloat16,
         )  # fmt: skip
-        if logit_bias is not None:
+        if logit_bias.rows is not None:
             grad_last += bias_gradient(logit_bias, of_rows, columns[None, :], K, found.logits)
         if gate_key is not None:
             dq = dot(found.gates.to(k.dtype), gk, dq, PRECISION)
@@ -595,7 +597,7 @@ def _window_rows(
         fraction_before += tl.sum(part, 1)
         slope += tl.sum(found.positions, 1)
         count -= tl.sum(found.counts, 1)
-    if logit_bias is not None:
+    if logit_bias.rows is not None:
         store_last(logit_bias, of_rows, grad_last)
     # Every row ends at position 0.
     tl.store(levels + own.place, sum_before, mask=inside)
@@ -686,7 +688,7 @@ def _window_columns(
                 count = tl.load(edge_count + edge, mask=inside, other=0).to(tl.int64)
                 slope = tl.load(edge_slope + edge, mask=inside, other=0.0)
                 block_bias = None
-                if logit_bias is not None:
+                if logit_bias.rows is not None:
                     count_rows = tl.minimum(chunk_rows, Q - first_row)
                     of_rows = bias_rows(logit_bias, b, h, of_head, local, inside, count_rows, K, 1)
                     block_bias = bias_values(logit_bias, of_rows, columns[None, :], K)
@@ -774,12 +776,14 @@ class _Pass:
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self.query.device)
 
-    def logit_bias(self, rows: slice, keys: slice = slice(None), *, grad: bool = False, near: bool = False) -> Any:
-        """The decay or the relative positions of some rows as an argument of a kernel, or None."""
+    def logit_bias(
+        self, rows: slice, keys: slice = slice(None), *, grad: bool = False, near: bool = False
+    ) -> LogitBias:
+        """The decay or the relative positions of some rows as an argument of a kernel, or `NO_BIAS`."""
         if self.decay is not None:
             return decay_argument(self.decay[0][:, :, rows], self.decay[1][:, :, keys], near=near)
         if self.relative is None:
-            return None
+            return NO_BIAS
         table, row_positions, key_positions = self.relative
         positions = row_positions[:, rows], key_positions[:, keys]
         return relative_argument(self.query[:, :, rows], table, *positions, self.scaling, grad=grad)

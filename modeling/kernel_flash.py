@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .kernel_bias import LN_2, LOG2_E, bias_gradient, bias_rows, biased_logits, store_last
+from .kernel_bias import LN_2, LOG2_E, NO_BIAS, LogitBias, bias_gradient, bias_rows, biased_logits, store_last
 from .kernel_launch import MASKED, Tiles, block_width, dot, heads, launch, load, pointer, precision, store, tl, triton
 from .kernel_operator import check_shapes
 
@@ -47,6 +47,8 @@ class Dropout(NamedTuple):
 class Polar(NamedTuple):
     """The phases of PoPE in decoding: two magnitudes q, k have the score q k cos(phase_q - shift - phase_k).
 
+    Without phases all attributes are None, as in `LogitBias`.
+
     Attributes:
         cos_q, sin_q: float32 or float16 (1 or B, 1, R), of the query.
         cos_k, sin_k: the same (1 or B, K, R), of the keys.
@@ -55,14 +57,14 @@ class Polar(NamedTuple):
         batch_q, batch_k: the strides of the batch.
     """
 
-    cos_q: Any
-    sin_q: Any
-    cos_k: Any
-    sin_k: Any
-    cos_shift: Any
-    sin_shift: Any
-    batch_q: Any
-    batch_k: Any
+    cos_q: Any = None
+    sin_q: Any = None
+    cos_k: Any = None
+    sin_k: Any = None
+    cos_shift: Any = None
+    sin_shift: Any = None
+    batch_q: Any = None
+    batch_k: Any = None
 
 
 # Rows, or blocks of rows, that a program examines in one step to find those that see its keys.
@@ -290,7 +292,7 @@ def forward_kernel(
     low, high = row_limits(key_ranges, bound, bound_rows, rows, Q, K)
     first, full, last = _key_blocks(key_ranges, bound, low, high, start_m, Q, K, BLOCK_M, BLOCK_N)
     q = load(pointer(query, b, h), query.row, start_m, Q, 0.0, D, BLOCK_M, BLOCK_D, False)
-    if logit_bias is not None:
+    if logit_bias.rows is not None:
         of_rows = bias_rows(logit_bias, b, h, member, rows, inside, Q, K, 1)
 
     # The constant of a row only shifts its log-sum-exp.
@@ -319,13 +321,13 @@ def forward_kernel(
             logits = dot(q, tl.trans(k), None, PRECISION)
             columns = start + tl.arange(0, BLOCK_N)[None, :]
             shift = None
-            if logit_bias is not None:
+            if logit_bias.rows is not None:
                 newest = None if masked else start + (BLOCK_N - 1)
                 logits, shift = biased_logits(logit_bias, logits, scale, of_rows, columns, newest, K)
             seen = seen_keys(key_ranges, low, high, start, Q, K, BLOCK_N) if masked else None
             acc, total, top = softmax_step(
                 acc, total, top, logits, seen, v, dropout, member, rows[:, None], columns, PRECISION,
-                scale if logit_bias is None else None, shift,
+                scale if logit_bias.rows is None else None, shift,
             )  # fmt: skip
 
     nothing = total == 0.0
@@ -375,7 +377,7 @@ def backward_rows_kernel(
     grad_tile = load(pointer(grad, b, h), grad.row, start_m, Q, 0.0, V, BLOCK_M, BLOCK_V, False)
     row_lse = tl.load(lse + member * Q + rows, mask=rows < Q, other=0.0) * LOG2_E
     row_delta = tl.load(delta + member * Q + rows, mask=rows < Q, other=0.0)
-    if logit_bias is not None:
+    if logit_bias.rows is not None:
         of_rows = bias_rows(logit_bias, b, h, member, rows, rows < Q, Q, K, 1)
         grad_last = tl.zeros([BLOCK_M], dtype=tl.float32)
 
@@ -391,7 +393,7 @@ def backward_rows_kernel(
             logits = dot(q, tl.trans(k), None, PRECISION)
             columns = start + tl.arange(0, BLOCK_N)[None, :]
             own_lse = row_lse[:, None]
-            if logit_bias is None:
+            if logit_bias.rows is None:
                 logits *= scale
             else:
                 newest = None if masked else start + (BLOCK_N - 1)
@@ -403,7 +405,7 @@ def backward_rows_kernel(
             grad_weights = dot(grad_tile, tl.trans(v), None, PRECISION)
             grad_weights = apply_dropout(grad_weights, dropout, member, rows[:, None], columns)
             grad_logits = weights * (grad_weights - row_delta[:, None])
-            if logit_bias is not None:
+            if logit_bias.rows is not None:
                 grad_last += bias_gradient(logit_bias, of_rows, columns, K, grad_logits)
             if grad_decay is not None:
                 sums += tl.sum(grad_logits, 1)
@@ -411,7 +413,7 @@ def backward_rows_kernel(
 
     if grad_decay is not None:
         tl.store(grad_decay + member * Q + rows, sums, mask=rows < Q)
-    if logit_bias is not None:
+    if logit_bias.rows is not None:
         store_last(logit_bias, of_rows, grad_last)
     acc *= scaling
     if initial is not None:
@@ -470,7 +472,7 @@ def backward_columns_kernel(
             row_lse = tl.load(lse + h * Q + rows, mask=rows < Q, other=0.0) * LOG2_E
             logits = dot(k, tl.trans(q), None, PRECISION)
             own_lse = row_lse[None, :]
-            if logit_bias is None:
+            if logit_bias.rows is None:
                 logits *= scale
             else:
                 of_rows = bias_rows(logit_bias, b, g * GROUPS + h, member * GROUPS + h, rows, rows < Q, Q, K, 0)
@@ -545,9 +547,9 @@ def decode_kernel(
     start = start + split * size
 
     q = load(pointer(query, b, g * groups), query.head, block * BLOCK_M, groups, 0.0, D, BLOCK_M, BLOCK_D, False)
-    if polar is not None:
+    if polar.cos_q is not None:
         q, imaginary = polar_query(polar, q, b, g, groups, block * BLOCK_M, R, BLOCK_M, BLOCK_D)
-    if logit_bias is not None:
+    if logit_bias.rows is not None:
         # Row 0 of each head.
         head = g * groups + tl.minimum(rows, groups - 1)
         of_rows = bias_rows(logit_bias, b, head[:, None], b * G * groups + head, rows * 0, rows < groups, 1, K, 1)
@@ -557,18 +559,19 @@ def decode_kernel(
     top = tl.full([BLOCK_M], MASKED, dtype=tl.float32)
     for begin in range(start, tl.minimum(start + size, last), BLOCK_N):
         k = load(keys, key.row, begin, K, 0.0, D, BLOCK_N, BLOCK_D, False)
-        if polar is not None:
+        if polar.cos_q is not None:
             logits = polar_products(polar, q, imaginary, k, b, begin, K, R, BLOCK_N, BLOCK_D, PRECISION)
         else:
             logits = dot(q, tl.trans(k), None, PRECISION)
-        if logit_bias is not None:
+        if logit_bias.rows is not None:
             columns = begin + tl.arange(0, BLOCK_N)[None, :]
             logits, _ = biased_logits(logit_bias, logits, scale, of_rows, columns, None, K)
         v = load(values, value.row, begin, K, 0.0, V, BLOCK_N, BLOCK_V, False)
         seen = seen_keys(key_ranges, low, high, begin, 1, K, BLOCK_N)
         acc, total, top = softmax_step(
-            acc, total, top, logits, seen, v, None, None, None, None, PRECISION, scale if logit_bias is None else None
-        )
+            acc, total, top, logits, seen, v, None, None, None, None, PRECISION,
+            scale if logit_bias.rows is None else None,
+        )  # fmt: skip
     nothing = total == 0.0
     total = tl.where(nothing, 1.0, total)
     index = (member * splits + split) * groups
@@ -760,7 +763,7 @@ class _Call:
 
     def __init__(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scaling: float,
-        key_ranges: torch.Tensor | None = None, logit_bias: Any = None, dropout: Dropout | None = None,
+        key_ranges: torch.Tensor | None = None, logit_bias: LogitBias = NO_BIAS, dropout: Dropout | None = None,
         bound: tuple[torch.Tensor, int] | None = None,
     ) -> None:  # fmt: skip
         start, bound_rows = bound or (None, 1)
@@ -879,7 +882,7 @@ def flash_backward(
         (*given, grad_query, of_rows, *call.options, before_query, call.scaling, H, H // G, *call.lengths),
         call.constants,
         key=call.key,
-        repeatable=call.options[2] is None or call.options[2].grad is None,
+        repeatable=call.options[2].grad is None,
     )
     launch(
         backward_columns_kernel,
@@ -928,7 +931,7 @@ def flash_decode(
     blocks = triton.cdiv(H // G, rows)
     constant = _contiguous(constant)
     before = [_contiguous(one) for one in initial or (None, None)]
-    tables, R = (None, 0) if polar is None else (polar_argument(*polar), polar[0].shape[-1])
+    tables, R = (Polar(), 0) if polar is None else (polar_argument(*polar), polar[0].shape[-1])
     splits = _decode_splits(query, B * G, K)
     parts = torch.empty(B, G, splits, H // G, V, dtype=torch.float32, device=query.device)
     top_lse = torch.empty(B, G, splits, H // G, dtype=torch.float32, device=query.device)

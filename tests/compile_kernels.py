@@ -317,12 +317,15 @@ def compile_one(name: str, entry: Entry, target_name: str, code: bool = False) -
 
 def code_of(assembly: Any) -> Code:
     """Returns what a compiled kernel for NVIDIA is made of; see `Code`."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
     found = loops(_tool("nvdisasm", assembly["cubin"], "-c"))
     counted = [body for body in found if len(body) > 60 or any(_is_product(operation) for operation in body)]
     local = sum(operation.startswith(("LDL", "STL")) for body in counted for operation in body)
     # ptxas' messages are not kept with the kernel.
     arch = re.search(r"\.target (\w+)", assembly["ptx"])[1]
-    ptxas = "ptxas-blackwell" if int(re.sub(r"\D", "", arch)) >= 100 else "ptxas"
+    # Triton has two, and which one compiles for a GPU depends on its version.
+    ptxas = pathlib.Path(get_ptxas(int(re.sub(r"\D", "", arch))).path).name
     said = _tool(ptxas, assembly["ptx"].encode(), "-v", f"--gpu-name={arch}", "-o", os.devnull)
     return Code(list(map(len, counted)), local, sorted(set(re.findall(r"\((C75\d\d)\)", said))))
 
