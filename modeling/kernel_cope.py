@@ -675,8 +675,9 @@ def _window_columns(
         of_head = b * G * groups + h
         first_block, last_block = _row_blocks(window, of_head, begin, first_row, chunk_rows, blocks, BLOCK_M, BLOCK_N)
         for row_block in range(first_block, last_block):
-            oldest = tl.load(window.start + of_head * blocks + first_row // BLOCK_M + row_block)
-            if oldest < begin + BLOCK_N:
+            this = of_head * blocks + first_row // BLOCK_M + row_block
+            # Others between the first and the last have nothing at the edges of this block, and rows that see nothing.
+            if (tl.load(window.start + this) < begin + BLOCK_N) & (tl.load(window.end + this) > begin):
                 local = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
                 block_rows = _load_rows(
                     grad, query, window, delta, key_ranges, b, h, of_head, first_row, row_block * BLOCK_M, chunk_rows,
