@@ -675,9 +675,8 @@ def _window_columns(
         of_head = b * G * groups + h
         first_block, last_block = _row_blocks(window, of_head, begin, first_row, chunk_rows, blocks, BLOCK_M, BLOCK_N)
         for row_block in range(first_block, last_block):
-            this = of_head * blocks + first_row // BLOCK_M + row_block
-            # Others between the first and the last have nothing at the edges of this block, and rows that see nothing.
-            if (tl.load(window.start + this) < begin + BLOCK_N) & (tl.load(window.end + this) > begin):
+            oldest = tl.load(window.start + of_head * blocks + first_row // BLOCK_M + row_block)
+            if oldest < begin + BLOCK_N:
                 local = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
                 block_rows = _load_rows(
                     grad, query, window, delta, key_ranges, b, h, of_head, first_row, row_block * BLOCK_M, chunk_rows,
@@ -686,8 +685,10 @@ def _window_columns(
                 inside, q, do = block_rows.inside, block_rows.q, block_rows.do
                 seen = _seen(key_ranges, block_rows.low, block_rows.high, begin, Q, K, BLOCK_N)
                 edge = (of_head * tl.cdiv(K, BLOCK_N) + block) * chunk_rows + local
-                count = tl.load(edge_count + edge, mask=inside, other=0).to(tl.int64)
-                slope = tl.load(edge_slope + edge, mask=inside, other=0.0)
+                # Blocks of rows that end before these keys have written nothing.
+                written = inside & (block_rows.high > begin)
+                count = tl.load(edge_count + edge, mask=written, other=0).to(tl.int64)
+                slope = tl.load(edge_slope + edge, mask=written, other=0.0)
                 block_bias = None
                 if logit_bias.rows is not None:
                     count_rows = tl.minimum(chunk_rows, Q - first_row)
