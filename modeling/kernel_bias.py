@@ -200,7 +200,7 @@ def decay_argument(rows: torch.Tensor | None, keys: torch.Tensor | None, *, near
     if near:
         newest = torch.arange(keys.shape[2], device=keys.device) | (REFERENCE_KEYS.value - 1)
         reference = pairs[1][:, :, newest.clamp(max=keys.shape[2] - 1), 0]
-        of_keys = (both[1] - reference).float()
+        of_keys = (both[1] - reference).float().contiguous()
     row_stride, key_stride = (0 if one.shape[0] == 1 else one.stride(0) for one in pairs)
     return LogitBias(pairs[0], pairs[1], row_stride, key_stride, of_keys)
 

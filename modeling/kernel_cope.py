@@ -685,8 +685,10 @@ def _window_columns(
                 inside, q, do = block_rows.inside, block_rows.q, block_rows.do
                 seen = _seen(key_ranges, block_rows.low, block_rows.high, begin, Q, K, BLOCK_N)
                 edge = (of_head * tl.cdiv(K, BLOCK_N) + block) * chunk_rows + local
-                count = tl.load(edge_count + edge, mask=inside, other=0).to(tl.int64)
-                slope = tl.load(edge_slope + edge, mask=inside, other=0.0)
+                # Blocks of rows that end before these keys have written nothing.
+                written = inside & (block_rows.high > begin)
+                count = tl.load(edge_count + edge, mask=written, other=0).to(tl.int64)
+                slope = tl.load(edge_slope + edge, mask=written, other=0.0)
                 block_bias = None
                 if logit_bias.rows is not None:
                     count_rows = tl.minimum(chunk_rows, Q - first_row)

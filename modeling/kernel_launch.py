@@ -201,7 +201,8 @@ def choose(
         known = json.loads(pathlib.Path(file).read_text(encoding="utf-8")) if file else {}
     except (OSError, ValueError) as error:
         raise ValueError(f"WHATWHERE_TILES={file!r} cannot be read: {error}") from error
-    measured = [Tiles(*known[name])] if name in known else []
+    # No others: kernels that pass numbers to each other need tiles that fit.
+    measured = [tiles for tiles in candidates if list(dataclasses.astuple(tiles)) == known.get(name)]
     problem: Exception | None = None
     for tiles in (*measured, *candidates):
         problem = compiles(tiles)

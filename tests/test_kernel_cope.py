@@ -196,6 +196,21 @@ def test_padding_holes_and_documents(rows, keys, openness):
         assert out[1, :, -11:].abs().max() == 0
 
 
+@pytest.fixture
+def poisoned():
+    """New memory is filled with NaN, or with the largest integer."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def test_a_hole_of_whole_row_blocks(poisoned):
+    """Rows that see nothing, between rows whose windows have the same keys, leave no numbers at the edges of blocks."""
+    valid = torch.ones(1, 256, dtype=torch.bool)
+    valid[:, 64:128] = False
+    compare(inputs(1, 1, 1, 256, 256, 16, positions=64), causal_limits(1, 256, 256, valid=valid))
+
+
 def test_rows_that_see_the_future():
     """Limits need not be causal."""
     key_ranges = causal_limits(1, 40, 100)

@@ -396,3 +396,12 @@ def test_decay_that_falls_far(columns, jump, monkeypatch):
     truth = torch.autograd.grad(expected, states, grad.double())
     for one, other in zip(torch.autograd.grad(out, given, grad), truth):
         close(one, other)
+
+
+def test_strides_of_a_decay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decay (B, K, H) in memory."""
+    monkeypatch.setattr(kernel_flash, "_candidates", lambda *_: [Tiles(64, 64)])
+    query, key, value, _ = inputs((2, 2, 2, 130, 130, 16))
+    c = -torch.rand(2, 130, 2).double().cumsum(1).mT
+    expected, found = (plain_attention(query, key, value, decay=(one, one), scaling=0.3) for one in (c.contiguous(), c))
+    assert torch.equal(found, expected)

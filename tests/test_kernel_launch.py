@@ -186,6 +186,11 @@ def test_a_file_has_what_was_measured(monkeypatch, tmp_path):
     monkeypatch.setenv("WHATWHERE_TILES", str(file))
     assert choose() == CANDIDATES[1]
     assert choose(failing=CANDIDATES[:2]) == CANDIDATES[2]
+    # Other sizes than the candidates may not fit the grid, or the other kernels: those of a version with another list.
+    file.write_text(json.dumps({"a kernel": [256, 64, 4, 2]}))
+    assert choose() == CANDIDATES[0]
+    with kernel_tiles.measured(file):
+        assert choose(run=lambda tiles: None) == CANDIDATES[1]
 
 
 COUNT = """
