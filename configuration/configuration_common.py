@@ -108,19 +108,32 @@ def _is_float32(value: float) -> bool:
     return math.isfinite(value) and (value == 0 or limits.tiny <= abs(value) <= limits.max)
 
 
-def _sibling(name: str) -> Any:
-    """Returns a module that lives beside the models, or None.
+def _of_models(module: str, name: str) -> Any:
+    """Returns what a module of the models defines, or None if this copy of the code does not have it.
 
-    Transformers may load a checkpoint's configuration without them: the model's constructor makes the checks again.
+    In a saved folder they are one file, without which Transformers may load the configuration: the model's constructor
+    makes the checks again.
     """
-    package = __name__.rpartition(".")[0]
-    name = f"{'whatwhere' if package == 'whatwhere.configuration' else package}.{name}"
+    package, _, own = __name__.rpartition(".")
+    if package == "whatwhere.configuration":
+        module = f"whatwhere.{module}"
+    else:
+        module = f"{package}.{own.replace('configuration', 'modeling', 1)}"
     try:
-        return importlib.import_module(name)
+        return getattr(importlib.import_module(module), name, None)
     except ModuleNotFoundError as error:
-        if error.name != name:
+        if error.name != module:
             raise
         return None
+
+
+def _is_package() -> bool:
+    """Returns True for the code of the package, which has all encodings, and False for that of a saved folder."""
+    return bool(_of_models("position_registry", "COMPLETE"))
+
+
+def _are_known(names: Iterable[str]) -> bool:
+    return set(names) <= set(_of_models("position_registry", "POSITION_ENCODINGS"))
 
 
 def _names(position_encoding: Any) -> list[str]:
@@ -248,8 +261,8 @@ class WhatWhereConfig(PreTrainedConfig):
                 raise ValueError(f"{name}={value!r} is not valid: it must be {allowed}.")
         rope = {key: copy.deepcopy(kwargs.pop(key)) for key in _ROPE_KEYS if kwargs.get(key) is not None}
         if "rope" in self.encoding_names:
-            checks = _sibling("position_rope")
-            rope = {"rope_parameters": checks.merged_parameters(rope, self)} if checks is not None else rope
+            merged = _of_models("position_rope", "merged_parameters")
+            rope = {"rope_parameters": merged(rope, self)} if merged is not None else rope
             self.rope_parameters = rope.pop("rope_parameters", None)
         elif rope:
             key, value = next(iter(rope.items()))
@@ -258,11 +271,10 @@ class WhatWhereConfig(PreTrainedConfig):
                 "position_encoding that contains 'rope'."
             )
         super().__post_init__(**{key: value for key, value in kwargs.items() if key not in _ROPE_KEYS}, **rope)
-        plan = _sibling("position_plan")
+        check = _of_models("position_plan", "check")
         # Transformers builds a default configuration, whose encoding a saved folder may lack. Models check again.
-        known = plan is not None and set(self.encoding_names) <= set(plan.POSITION_ENCODINGS)
-        if plan is not None and (known or plan.COMPLETE):
-            self.position_encoding_parameters = plan.check(self)
+        if check is not None and (_is_package() or _are_known(self.encoding_names)):
+            self.position_encoding_parameters = check(self)
 
     def validate_architecture(self) -> None:
         """Checks the fields against each other; raises ValueError."""
@@ -304,6 +316,16 @@ class WhatWhereConfig(PreTrainedConfig):
                 mapping.setdefault(self.model_type, mapping[self.stock_model_type])
         return super().to_dict()
 
+    def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
+        """Saves the configuration and its code. See the base class."""
+        # A saved folder does not have this function: Transformers copies the folder's own code.
+        write = _of_models("saved_code", "write_configuration")
+        if write is not None and not os.path.isfile(save_directory):
+            write(save_directory, self)
+            reference = f"{type(self).__module__.rpartition('.')[2]}.{type(self).__name__}"
+            self.auto_map = {**(getattr(self, "auto_map", None) or {}), "AutoConfig": reference}
+        super().save_pretrained(save_directory, *args, **kwargs)
+
     def to_json_file(self, json_file_path: str | os.PathLike, use_diff: bool = True) -> None:
         """Writes the configuration file. See the base class."""
         # Transformers names loaded code by the file of the class and what that imports, and chooses a model's class by
@@ -339,10 +361,9 @@ class WhatWhereConfig(PreTrainedConfig):
     @classmethod
     def _is_of_own_code(cls, config_dict: dict[str, Any], changes: dict[str, Any]) -> bool:
         """Returns True for the configuration of a folder with an encoding of which only the folder has the code."""
-        plan = _sibling("position_plan")
-        if plan is None or not plan.COMPLETE or "auto_map" not in config_dict or "position_encoding" in changes:
+        if not _is_package() or "auto_map" not in config_dict or "position_encoding" in changes:
             return False
-        return not set(_names(config_dict.get("position_encoding"))) <= set(plan.POSITION_ENCODINGS)
+        return not _are_known(_names(config_dict.get("position_encoding")))
 
     @classmethod
     def _translate(cls, config_dict: dict[str, Any]) -> dict[str, Any]:
@@ -363,8 +384,8 @@ class WhatWhereConfig(PreTrainedConfig):
             value = config_dict.pop(key)
             if key not in cls.stock_fields_without_effect:
                 logger.warning(f"{cls.__name__} has no field {key!r}: dropped the value {value!r} of the checkpoint.")
-        if (conversion := _sibling("checkpoint_conversion")) is not None:
-            conversion.convert_config(config_dict, stock=model_type != cls.model_type)
+        if (convert := _of_models("checkpoint_conversion", "convert_config")) is not None:
+            convert(config_dict, stock=model_type != cls.model_type)
         if model_type != cls.model_type:
             for key in ("architectures", "auto_map"):
                 config_dict.pop(key, None)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from .attention_blockwise import autocast_inputs, block_rows, check_inputs, direct_attention
+from .attention_blockwise import autocast_inputs, block_rows, check_blockwise_inputs, direct_attention
 from .attention_mask import is_key_ranges
 from .kernel_operator import in_transform
 from .position_base import PositionContext
@@ -60,7 +60,7 @@ def blockwise_attention_by_autograd(
     Returns:
         (B, H, Q, V) in the type of the query.
     """
-    check_inputs(query, key, value, mask)
+    check_blockwise_inputs(query, key, value, mask)
     query, key, value = autocast_inputs(query, key, value)
     Q, K = query.shape[2], key.shape[2]
     block_size = block_size or block_rows(query.device)

@@ -29,11 +29,12 @@ from .attention_mask import causal_mask, dense_mask, is_key_ranges
 from .kernel_operator import Operator, check_shapes
 
 # Far below every logit, and far from overflow when biases are added. -inf would give NaN in fully masked rows.
-MASKED = -1e30
+HIDDEN_LOGIT = -1e30
 
-# Attention weights below exp(NEGLIGIBLE), 2^-80, are 0 where many are: next to 1 they are nothing in any type, and what
-# is smaller still makes `exp` and products up to 200 times slower on a CPU (results below the smallest normal number).
-NEGLIGIBLE = -55.5
+# Attention weights below exp(NEGLIGIBLE_LOGIT), 2^-80, are 0 where many are. Next to 1 they are nothing in any type,
+# and what is smaller makes `exp` and products up to 200 times slower on a CPU (results below the smallest normal
+# number).
+NEGLIGIBLE_LOGIT = -55.5
 
 # Query rows of a block, and at most how many logits are in memory at once (unless one head has more). On a CPU few
 # enough for a cache, enough for threads; on a GPU enough to fill it: 2^26 are 256 MiB.
@@ -269,7 +270,7 @@ class _Attention:
         # True where column w of row r is in the future.
         self.future = triangle.triu_(1).flip(1).contiguous()
         # Adding is faster than filling.
-        self.future_logits = self.future.to(self.dtype) * MASKED
+        self.future_logits = self.future.to(self.dtype) * HIDDEN_LOGIT
         self._prepare_mask(mask)
         self.biases = [kind(tensors, settings, self) for kind, tensors, settings in biases]
         self.fades = any(bias.fades for bias in self.biases)
@@ -389,10 +390,10 @@ class _Attention:
             width = min(R, W)
             logits[..., :width].add_(self._future(self.future_logits, R, width))
         elif block.visible is not None:
-            logits.masked_fill_(~block.visible, MASKED)
+            logits.masked_fill_(~block.visible, HIDDEN_LOGIT)
         else:
             assert block.additive is not None, "a block that is not causal has one of the two masks"
-            logits.add_(block.additive).clamp_(min=MASKED)
+            logits.add_(block.additive).clamp_(min=HIDDEN_LOGIT)
         return logits
 
     def logits(self, block: Block, *, keep: bool) -> tuple[Block, torch.Tensor, Any]:
@@ -408,7 +409,7 @@ class _Attention:
         """Returns exp(logits), in place, with 0 for negligible ones if the block may have many."""
         if block.causal_only and not self.fades:
             return logits.exp_()
-        return torch.threshold_(logits.clamp_(min=NEGLIGIBLE).exp_(), 2.0**-80, 0.0)
+        return torch.threshold_(logits.clamp_(min=NEGLIGIBLE_LOGIT).exp_(), 2.0**-80, 0.0)
 
     def keep_mask(self, block: Block, like: torch.Tensor) -> torch.Tensor:
         """The dropout mask of a block, 0 or 1 / (1 - dropout): the same each time it is asked for."""
@@ -421,7 +422,7 @@ def _without_autocast(device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, enabled=False)
 
 
-def _forward(
+def _blockwise_forward(
     given: Sequence[Any], names: str, counts: Sequence[int], settings: Sequence[float], block_size: int,
     scaling: float, dropout: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
@@ -432,7 +433,7 @@ def _forward(
         B, H, Q, V = attention.B, attention.H, attention.Q, attention.V
         out = query.new_zeros(B, H, Q, V)
         # For rows that see nothing: exp(logit - lse) is 0 with this log-sum-exp. Without softmax, the remainder is 1.
-        nothing = -MASKED if attention.softmax else 1.0
+        nothing = -HIDDEN_LOGIT if attention.softmax else 1.0
         numbers = torch.full((B, H, Q), nothing, dtype=attention.dtype, device=query.device)
         out_view, numbers_view = out.view(attention.N, attention.n, Q, V), numbers.view(attention.N, attention.n, Q)
         for whole in attention.blocks():
@@ -451,7 +452,7 @@ def _forward(
                 rows.div_(total)
                 row_numbers = maximum.add_(total.log_()).squeeze(-1)
                 if not block.causal_only:
-                    unseen = row_numbers < MASKED / 2
+                    unseen = row_numbers < HIDDEN_LOGIT / 2
                     rows.masked_fill_(unseen[..., None], 0.0)
                     row_numbers.masked_fill_(unseen, nothing)
             out_view[block.chunk, :, block.rows] = rows.to(out.dtype)
@@ -459,7 +460,7 @@ def _forward(
         return out, numbers
 
 
-def _backward(
+def _blockwise_backward(
     grads: Sequence[Any], given: Sequence[Any], results: Sequence[torch.Tensor], names: str, counts: Sequence[int],
     settings: Sequence[float], block_size: int, scaling: float, dropout: float,
 ) -> list[torch.Tensor]:  # fmt: skip
@@ -520,8 +521,8 @@ def _backward(
         return gradients
 
 
-_SETTINGS = "str names, int[] counts, float[] settings, int block_size, float scaling, float dropout"
-_attention = Operator("blockwise", _SETTINGS, _forward, _backward)
+_BLOCKWISE_SETTINGS = "str names, int[] counts, float[] settings, int block_size, float scaling, float dropout"
+_blockwise_operator = Operator("blockwise", _BLOCKWISE_SETTINGS, _blockwise_forward, _blockwise_backward)
 
 
 def _hide(logits: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -531,14 +532,14 @@ def _hide(logits: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tensor
     """
     Q, K = logits.shape[2:]
     if mask is None:
-        return (logits if Q == 1 else logits.masked_fill(~causal_mask(Q, K, logits.device), MASKED)), None
+        return (logits if Q == 1 else logits.masked_fill(~causal_mask(Q, K, logits.device), HIDDEN_LOGIT)), None
     if is_key_ranges(mask):
         mask = dense_mask(mask, Q)
     if mask.dtype == torch.bool:
-        logits = logits.masked_fill(~mask, MASKED)
+        logits = logits.masked_fill(~mask, HIDDEN_LOGIT)
     else:
-        logits = (logits + mask.to(logits.dtype)).clamp(min=MASKED)
-    return logits, logits.amax(-1, keepdim=True) > MASKED / 2
+        logits = (logits + mask.to(logits.dtype)).clamp(min=HIDDEN_LOGIT)
+    return logits, logits.amax(-1, keepdim=True) > HIDDEN_LOGIT / 2
 
 
 def direct_attention(
@@ -569,7 +570,9 @@ def direct_attention(
         return (weights.view(B, G, H // G * Q, K) @ value).view(B, H, Q, V), weights
 
 
-def check_inputs(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> None:
+def check_blockwise_inputs(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+) -> None:
     check_shapes(query, key, value)
     (B, H, Q, _), K = query.shape, key.shape[2]
     if mask is None:
@@ -620,7 +623,7 @@ def blockwise_attention(
     Returns:
         (B, H, Q, V) in the type of the query.
     """
-    check_inputs(query, key, value, mask)
+    check_blockwise_inputs(query, key, value, mask)
     for position, (kind, *_) in enumerate(biases):
         if kind.reads_content and position > 0:
             raise ValueError(
@@ -667,7 +670,7 @@ def attend_in_blocks(
     first = [tensor if one else None for tensor, one in zip(tensors, wanted)]
     others = [None if one else tensor for tensor, one in zip(tensors, wanted)]
     arguments = (names, counts, settings, rows, scaling, dropout)
-    return _attention((query, key, value, *first), (*others, mask, seed), *arguments)
+    return _blockwise_operator((query, key, value, *first), (*others, mask, seed), *arguments)
 
 
 def autocast_inputs(*states: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -8,7 +8,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as TRANSFORMERS_FUNCTIONS
 
 from .attention import attend, auto_attention_forward, eager_attention_forward
 from .attention_engine import accepts_engine, engine_attention_forward, is_stock
@@ -30,7 +30,7 @@ def layer_default(parts: list[Part]) -> str:
 
 def flash_names() -> list[str]:
     """Returns the names of flash attention in the installed version of Transformers."""
-    return sorted(name for name in ALL_ATTENTION_FUNCTIONS if name.startswith("flash_attention_"))
+    return sorted(name for name in TRANSFORMERS_FUNCTIONS if name.startswith("flash_attention_"))
 
 
 def supported_implementations(config: Any) -> list[str]:
@@ -95,7 +95,7 @@ def choose_attention(layer: Any, name: str, given: Any) -> Callable[..., Any]:
     if getattr(given, "takes_context", False):
         return given
     if not is_stock(given) or function is None:
-        return functools.partial(engine_attention_forward, name, ALL_ATTENTION_FUNCTIONS.get_interface(name, given))
+        return functools.partial(engine_attention_forward, name, TRANSFORMERS_FUNCTIONS.get_interface(name, given))
     if name != "auto":
         return functools.partial(attend, implementation=implementation, function=function)
     kernel = None if encodings.kernel_name is None or "triton" not in PARTS else PARTS["triton"].kernel

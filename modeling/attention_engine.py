@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 from transformers.masking_utils import AttentionMaskInterface
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as TRANSFORMERS_FUNCTIONS
 
 _USE = "Use 'none', 'absolute', 'sinusoidal', 'rope' or"
 _STOCK = "transformers.integrations."
-_NAMES = ("eager", "sdpa", "flex_attention", "auto", "blockwise", "triton")
+_IMPLEMENTATIONS = ("eager", "sdpa", "flex_attention", "auto", "blockwise", "triton")
 
 
 def is_stock(function: Any) -> bool:
@@ -33,8 +33,8 @@ def engine_attention_forward(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """Attention by a function in Transformers' table, under this name. For the other arguments see `attention`."""
     encoding, encodings = layer.config.position_encoding, layer.encodings
-    if encodings.default != "sdpa" or (encodings.hooks["after_cache"] and name in _NAMES):
-        if name in _NAMES:
+    if encodings.default != "sdpa" or (encodings.hooks["after_cache"] and name in _IMPLEMENTATIONS):
+        if name in _IMPLEMENTATIONS:
             raise ValueError(
                 f"An engine replaced attn_implementation={name!r} (sequence parallelism does), which does not support "
                 f"position_encoding={encoding!r} then. {_USE} train without it."
@@ -74,11 +74,11 @@ def accepts_engine(config: Any, name: str, supported: list[str], max_length: int
 
     `supported` are the implementations and `max_length` the longest sequence that support the configuration.
     """
-    known = name in _NAMES or "flash" in name or name.startswith("paged|")
-    if known or name not in ALL_ATTENTION_FUNCTIONS:
+    known = name in _IMPLEMENTATIONS or "flash" in name or name.startswith("paged|")
+    if known or name not in TRANSFORMERS_FUNCTIONS:
         return False
     encoding = config.position_encoding
-    if getattr(ALL_ATTENTION_FUNCTIONS[name], "takes_context", False):
+    if getattr(TRANSFORMERS_FUNCTIONS[name], "takes_context", False):
         # It checks what it supports itself.
         return True
     # An engine that keeps keys itself needs no masks, and keeps keys of the width of a head.

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import torch
 
-from .attention_blockwise import MASKED, Block, BlockBias
+from .attention_blockwise import HIDDEN_LOGIT, Block, BlockBias
 from .attention_mask import is_hidden
 
 
@@ -94,7 +94,7 @@ class CoPEBias(BlockBias):
             if bool(saturated.all()):
                 break
             # A row that sees no older keys is complete, too.
-            if not block.causal_only and bool((saturated | (logits[..., width:].amax(-1) < MASKED / 2)).all()):
+            if not block.causal_only and bool((saturated | (logits[..., width:].amax(-1) < HIDDEN_LOGIT / 2)).all()):
                 break
             width = min(W, 2 * width)
         if not by_data:
@@ -195,7 +195,7 @@ class GatedCoPEBias(CoPEBias):
         position_query = tensors[2] if len(tensors) > 2 else query
         rows = (position_query if settings[2] else query).to(content.dtype).reshape(B, G, H // G * Q, D)
         gate_logits = (rows @ gate_key.to(content.dtype).transpose(2, 3)).to(content.dtype) * settings[1]
-        gate_logits = gate_logits.view(content.shape).masked_fill(is_hidden(content), MASKED)
+        gate_logits = gate_logits.view(content.shape).masked_fill(is_hidden(content), HIDDEN_LOGIT)
         return interpolated(torch.sigmoid(gate_logits), position_query, table, settings[0])
 
     def prepare(self) -> None:
@@ -219,7 +219,7 @@ class GatedCoPEBias(CoPEBias):
         gate_logits = torch.bmm(rows, keys.transpose(1, 2)).view(*logits.shape[:3], width)
         # With a causal mask only, the keys before the rows of the block are visible to all of them.
         masked = min(width, logits.shape[2]) if block.causal_only else width
-        gate_logits[..., :masked].masked_fill_(is_hidden(logits[..., :masked]), MASKED)
+        gate_logits[..., :masked].masked_fill_(is_hidden(logits[..., :masked]), HIDDEN_LOGIT)
         return gate_logits.sigmoid_()
 
     def through_gates(self, negative: torch.Tensor, near: torch.Tensor, block: Block) -> torch.Tensor:

@@ -25,9 +25,9 @@ from .attention_mask import readable
 
 # The name of the cache in the installed version.
 CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
-_NAMES = ("cache", "past_key_values")
+_CACHE_NAMES = ("cache", "past_key_values")
 _ARGUMENTS = (
-    *_NAMES,
+    *_CACHE_NAMES,
     "attention_mask",
     "input_ids",
     "inputs_embeds",
@@ -148,7 +148,7 @@ class CachedLayer(GradientCheckpointingLayer):
     """A decoder layer that takes the cache under both names; gradient checkpointing finds it under the version's."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        given = [kwargs.pop(name) for name in _NAMES if kwargs.get(name) is not None]
+        given = [kwargs.pop(name) for name in _CACHE_NAMES if kwargs.get(name) is not None]
         if given:
             kwargs[CACHE] = given[0] if len(given) == 1 else one_cache(*given)
         return super().__call__(*args, **kwargs)
@@ -170,9 +170,9 @@ def check_keywords(config: Any, kwargs: dict[str, Any], mask: Any, positions: An
         if value is None or name in _ARGUMENTS or name in _PACKED or name in TransformersKwargs.__optional_keys__:
             continue
         if isinstance(value, (Cache, PagedAttentionCache)) or name in _ELSEWHERE:
-            takes = ", ".join(one for one in _ARGUMENTS if one not in _NAMES or one == CACHE)
+            takes = ", ".join(one for one in _ARGUMENTS if one not in _CACHE_NAMES or one == CACHE)
             raise ValueError(f"{name}={_shown(value)} has no effect: the model does not take it. It takes {takes}.")
-        if near := _nearest(name):
+        if near := _nearest_argument(name):
             raise ValueError(f"{name}={_shown(value)} has no effect. Did you mean {near!r}?")
     if mask is not None and mask.ndim == 4:
         return
@@ -209,7 +209,7 @@ def _check_packed(kwargs: dict[str, Any], mask: Any, positions: Any, cache: Any)
 
 
 @torch.compiler.assume_constant_result
-def _nearest(name: str) -> str | None:
+def _nearest_argument(name: str) -> str | None:
     # `max_length` is not a misspelt `max_length_q`.
     names = [*_ARGUMENTS, *(one for one in TransformersKwargs.__optional_keys__ if not one.startswith("max_length"))]
     return next(iter(difflib.get_close_matches(name, names, n=1, cutoff=0.83)), None)

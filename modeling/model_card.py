@@ -288,7 +288,7 @@ def citation(config: Any, *, has_code: bool = True) -> Iterator[str]:
     """
     papers: dict[str, list[str]] = {}
     for name, (cls, _) in parse(config).items():
-        file = cls.code[0] if cls.code else f"{cls.__module__.rpartition('.')[2]}.py"
+        file = cls.code[0] if cls.code else f"modeling_{config.model_type}.py"
         shown = f"`{name}`" + f" ([code]({file}))" * has_code
         papers.setdefault(cls.paper.partition("),")[0].removesuffix(")"), []).append(shown)
     entries, lines = [], []

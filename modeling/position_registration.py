@@ -10,6 +10,7 @@ from typing import Any
 
 from .position_base import PositionEncoding
 from .position_registry import POSITION_ENCODINGS
+from .saved_code import FAMILIES, definitions, with_imports_from
 
 # What a saved folder may import beside its own files: Transformers needs PyTorch, NumPy and safetensors.
 _LIBRARIES = {"torch", "transformers", "numpy", "safetensors"}
@@ -56,7 +57,7 @@ def import_position_encodings(path: str) -> list[type[PositionEncoding]]:
     if file.suffix != ".py" or not file.is_file():
         raise ValueError(f"{path!r} is not valid: there is no such file of Python.")
     text = file.read_text(encoding="utf-8")
-    known = [cls for cls in POSITION_ENCODINGS.values() if cls.code == (file.name, _relative(file, text))]
+    known = [cls for cls in POSITION_ENCODINGS.values() if cls.code == (file.name, _checked(file, text))]
     if known:
         return known
     present = getattr(sys.modules.get(file.stem), "__file__", None)
@@ -139,31 +140,30 @@ def _code(cls: type) -> tuple[str, str]:
         raise ValueError(f"{cls.__name__} is not valid: its file {file.name!r} has the name of a file of whatwhere.")
     if not file.stem.isidentifier() or keyword.iskeyword(file.stem):
         raise ValueError(f"{cls.__name__} is not valid: its file {file.name!r} must have an identifier as its name.")
-    return file.name, _relative(file, file.read_text(encoding="utf-8"))
+    return file.name, _checked(file, file.read_text(encoding="utf-8"))
 
 
-def _relative(file: pathlib.Path, text: str) -> str:
-    """Returns the text of a file with `from .name import` in place of `from whatwhere.name import`: as it is saved."""
+def _checked(file: pathlib.Path, text: str) -> str:
+    """Returns the text of a file with `from . import` for imports of this package; refuses what cannot be saved."""
     own = pathlib.Path(__file__).parent
-    lines = text.split("\n")
     for node in ast.walk(ast.parse(text)):
         module = str(getattr(node, "module", None))
-        if isinstance(node, ast.ImportFrom) and node.level == 1 and (own / f"{module}.py").is_file():
-            # A file that was saved.
-            continue
-        if isinstance(node, ast.ImportFrom) and not node.level and module.startswith("whatwhere."):
-            if not (own / f"{module.partition('.')[2]}.py").is_file():
+        of_package = isinstance(node, ast.ImportFrom) and not node.level and module.startswith("whatwhere.")
+        # The second is a file that was saved.
+        if of_package or (isinstance(node, ast.ImportFrom) and node.level == 1 and (own / f"{module}.py").is_file()):
+            if of_package and not (own / f"{module.partition('.')[2]}.py").is_file():
                 _refuse(file, node, f"whatwhere has no module {module!r} for models")
-            line = lines[node.lineno - 1].encode()
-            rest = line[node.col_offset :].replace(b"whatwhere.", b".", 1)
-            lines[node.lineno - 1] = (line[: node.col_offset] + rest).decode()
+            part = module.rpartition(".")[2]
+            for one in node.names:
+                if (found := definitions().get(one.name)) is None or part not in (found, *FAMILIES):
+                    _refuse(file, node, f"{module!r} defines no {one.name!r} for models")
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
             names = [node.module or "."] if isinstance(node, ast.ImportFrom) else [one.name for one in node.names]
             for name in names:
                 top = name.partition(".")[0] if not getattr(node, "level", 0) else "."
                 if top not in _LIBRARIES and top not in sys.stdlib_module_names:
                     _refuse(file, node, f"it imports {name!r}")
-    text = "\n".join(lines)
+    text = with_imports_from(".", text)
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ImportFrom) and not node.level and str(node.module).startswith("whatwhere"):
             _refuse(file, node, "write `from whatwhere.name import ...` on one line")
@@ -172,11 +172,15 @@ def _relative(file: pathlib.Path, text: str) -> str:
 
 def _absolute(text: str) -> ast.Module:
     """Returns the code of a file, with the imports of a saved file as they are written in one of its author."""
-    tree = ast.parse(text)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module:
-            node.level, node.module = 0, f"{__package__}.{node.module}"
-    return tree
+    return _Absolute().visit(ast.parse(text))
+
+
+class _Absolute(ast.NodeTransformer):
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> Any:
+        if node.level != 1:
+            return node
+        found = [ast.ImportFrom(f"{__package__}.{definitions()[one.name]}", [one], 0) for one in node.names]
+        return [ast.copy_location(one, node) for one in found]
 
 
 def _refuse(file: pathlib.Path, node: Any, reason: str) -> None:

@@ -16,13 +16,13 @@ from transformers import initialization as init
 
 from .attention_blockwise import (
     DIRECT_ROWS,
-    MASKED,
+    HIDDEN_LOGIT,
     BiasInputs,
     Block,
     BlockBias,
     attend_in_blocks,
     autocast_inputs,
-    check_inputs,
+    check_blockwise_inputs,
     direct_attention,
 )
 from .attention_fla import fused_stick_breaking_attention
@@ -34,7 +34,7 @@ from .position_base import Parameters, PositionContext, PositionEncoding
 LINEAR = 15.0
 
 # A remainder of less than exp(-this) is negligible: far below what the output resolves in that type.
-NEGLIGIBLE = {torch.float32: 40.0, torch.float64: 80.0}
+NEGLIGIBLE_REMAINDER = {torch.float32: 40.0, torch.float64: 80.0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +61,7 @@ class StickBreakingParameters(Parameters):
 
 
 def break_stick(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns weights (..., K) and what is left, (...), of logits z (..., K), `MASKED` where hidden, oldest key first.
+    """Returns weights (..., K) and what is left, (...), of logits z (..., K), `HIDDEN_LOGIT` if hidden, oldest first.
 
     log A_ij = z_ij - sum of softplus(z_ik) over k = j..i: the paper's log-space form, with beta_ij = sigmoid(z_ij).
     """
@@ -92,11 +92,11 @@ class StickBias(BlockBias):
         (strict,), size = self.settings, self.attention.block_size
         # Row r of a block has its own key in column R - 1 - r; of a 4D mask the own keys are taken out already.
         own = torch.eye(size, dtype=self.attention.dtype, device=self.attention.device).flip(1)
-        self.own_logits = own * MASKED if strict and self.attention.mask is None else None
+        self.own_logits = own * HIDDEN_LOGIT if strict and self.attention.mask is None else None
         if strict and not self.attention.aligned:
             # The own key is the newest that a row sees.
             self.attention.high, self.own_logits = self.attention.high - 1, None
-        self.limit = NEGLIGIBLE[self.attention.dtype]
+        self.limit = NEGLIGIBLE_REMAINDER[self.attention.dtype]
         # With logits near 0, of which each takes 0.7 of the limit.
         self.guess = size + 96
 
@@ -186,7 +186,7 @@ def stick_breaking_attention(
         float64), and with `direct=True` the weights (B, H, Q, K), otherwise None. Rows that see nothing give 0, and a
         remainder of 1.
     """
-    check_inputs(query, key, value, mask.detach() if direct and mask is not None else mask)
+    check_blockwise_inputs(query, key, value, mask.detach() if direct and mask is not None else mask)
     query, key, value = autocast_inputs(query, key, value)
     at_once = direct or (direct is None and query.shape[2] <= DIRECT_ROWS)
     if not inclusive and (at_once or not (mask is None or is_key_ranges(mask))):
@@ -208,7 +208,7 @@ def stick_breaking_attention(
     return output, found[0], weights if direct else None
 
 
-class HeadNorm(nn.Module):
+class HeadGroupNorm(nn.Module):
     """GroupNorm with one group for each head: weight and bias (H, D)."""
 
     def __init__(self, heads: int, channels: int, eps: float = 1e-5) -> None:
@@ -251,7 +251,7 @@ class StickBreaking(PositionEncoding):
         learned = parameters.remainder == "head_bias"
         heads = config.num_attention_heads
         self.head_bias = LearnedTable(heads, self.head_dim) if learned else None
-        self.norm = HeadNorm(heads, self.head_dim) if learned else None
+        self.norm = HeadGroupNorm(heads, self.head_dim) if learned else None
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, context: Any, **options: Any

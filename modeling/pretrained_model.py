@@ -19,8 +19,7 @@ from .attention_choice import choose_implementation, supported_implementations
 from .attention_engine import batch_dependence
 from .model_card import PIPELINES, card_tags, complete_card, origin_of
 from .position_plan import check
-from .position_registry import PARTS, POSITION_ENCODINGS
-from .saved_code import code_files, reduce_code
+from .position_registry import COMPLETE, PARTS
 
 logger = logging.get_logger(__name__)
 
@@ -153,7 +152,8 @@ class WhatWherePreTrainedModel(PreTrainedModel):
         model._weight_conversions = None
         model.config._weights_version = model.config.weights_version
         if pretrained_model_name_or_path is not None:
-            _check_code(pretrained_model_name_or_path, model.config)
+            if (code := _saved_code()) is not None:
+                code.check_code(pretrained_model_name_or_path, model.config)
             model.config.origin = origin_of(pretrained_model_name_or_path, model.config.origin)
         return loaded
 
@@ -188,10 +188,9 @@ class WhatWherePreTrainedModel(PreTrainedModel):
                 )
         if folder.is_file():
             raise NotADirectoryError(f"save_directory={str(folder)!r} is a file; it must be a folder.")
-        clash = [name for name in code_files(pathlib.Path(__file__).parent, self) if (folder / name).exists()]
-        if clash and not (folder / "position_registry.py").exists():
-            raise FileExistsError(f"save_directory={str(folder)!r} has {clash!r}; the model's code needs these names.")
         family = cls.__module__.rpartition(".")[2]
+        if (code := _saved_code()) is not None:
+            code.check_folder(folder, family)
         prefix = type(self.config).__name__.removesuffix("Config")
         self.config.auto_map = {
             "AutoConfig": f"{family}.{prefix}Config",
@@ -201,15 +200,19 @@ class WhatWherePreTrainedModel(PreTrainedModel):
         self.config._weights_version = self.config.weights_version
         super().save_pretrained(save_directory, *args, **kwargs)
         if self.should_save_on_this_rank(kwargs.get("is_main_process", True)) and os.path.isdir(save_directory):
-            reduce_code(folder, self)
+            self._write_code(folder)
             complete_card(folder, self.config, source=self.config._name_or_path or None)
 
     def _upload_modified_files(self, working_dir: str | os.PathLike, repo_id: str, *args: Any, **kwargs: Any) -> Any:
         # Called between the generic card, which Transformers writes when it pushes, and the upload; with
         # `save_pretrained(push_to_hub=True)` continues here before it returns.
-        reduce_code(pathlib.Path(working_dir), self)
+        self._write_code(pathlib.Path(working_dir))
         complete_card(os.fspath(working_dir), self.config, source=self.config._name_or_path or None, name=repo_id)
         return super()._upload_modified_files(working_dir, repo_id, *args, **kwargs)
+
+    def _write_code(self, folder: pathlib.Path) -> None:
+        if (code := _saved_code()) is not None:
+            code.write_code(folder, type(self).__module__.rpartition(".")[2], self.config)
 
     def _get_static_cache_init_shape(self) -> tuple[int, int] | None:
         # Cached keys may be wider than a head, so their width is set at the first update.
@@ -237,17 +240,9 @@ class WhatWherePreTrainedModel(PreTrainedModel):
         return module.init_continuous_batching(self, supported, reason, *args, **kwargs)
 
 
-def _check_code(source: Any, config: Any) -> None:
-    """Raises ValueError if a folder has another file of an encoding than the one that was imported under its name."""
-    for name in config.encoding_names:
-        if (code := POSITION_ENCODINGS[name].code) is None:
-            continue
-        file = pathlib.Path(source) / code[0]
-        if file.is_file() and file.read_text(encoding="utf-8") != code[1]:
-            raise ValueError(
-                f"{str(source)!r} has another {file.name} than the one that was imported as {name!r}. Load it in a "
-                "process of its own, with its own file."
-            )
+def _saved_code() -> Any:
+    """Returns the module that writes the code of saved folders; None in a folder, whose own code is copied as it is."""
+    return importlib.import_module("whatwhere.saved_code") if COMPLETE else None
 
 
 def _fixed_fields(config: Any) -> dict[str, Any]:
@@ -270,7 +265,9 @@ def minor_version(version: str) -> tuple[int, ...]:
 
 def register(*classes: Any) -> None:
     """Registers a family's classes, the decoder first, with the Auto classes: in this process, and in what is saved."""
-    classes[0].config_class.register_for_auto_class()
+    if not COMPLETE:
+        # Transformers copies the file of a saved configuration. The package writes it.
+        classes[0].config_class.register_for_auto_class()
     classes[0].__bases__[-1]._decoder_class = classes[0]
     for cls in classes:
         name = "AutoModel" + re.sub("WhatWhere(GPT2|Llama)(Model)?", "", cls.__name__)

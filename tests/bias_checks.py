@@ -4,7 +4,7 @@ import torch
 
 import oracles
 from tiny import bias_of, key_ranges_of
-from whatwhere.attention_blockwise import MASKED, blockwise_attention
+from whatwhere.attention_blockwise import HIDDEN_LOGIT, blockwise_attention
 
 # A document after padding, another one, padding.
 SEGMENTS = [-1, -1, 0, 0, 0, 1, 1, 1, -1]
@@ -49,7 +49,7 @@ def check_bias(encoding, states, oracle, context, *, segments=None, inputs=(), p
     (B, H, Q, _), (_, G, K, _) = query.shape, key.shape
     visible = oracles.visible_oracle(Q, K, segments)
     expected = every_head(lambda b, h: oracle(b, h, h // (H // G), visible), B, H)
-    logits = (query @ key.repeat_interleave(H // G, 1).transpose(2, 3) * 0.5).masked_fill(~visible, MASKED)
+    logits = (query @ key.repeat_interleave(H // G, 1).transpose(2, 3) * 0.5).masked_fill(~visible, HIDDEN_LOGIT)
     weights = torch.softmax(logits + encoding.bias(logits, query, context, 0.5), -1) * visible.any(-1, keepdim=True)
     outs = [weights @ value.repeat_interleave(H // G, 1)]
     mask = key_ranges_of(segments and [segments] * B, Q)

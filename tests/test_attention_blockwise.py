@@ -17,7 +17,7 @@ from transformers import DynamicCache, StaticCache
 
 import whatwhere.attention_blockwise as blockwise
 from tiny import LargestTensor, causal_lm_class, key_ranges_of, slow_but, tiny_config, tiny_model, tokens
-from whatwhere.attention_blockwise import BLOCK_BIASES, MASKED, BiasInputs, blockwise_attention
+from whatwhere.attention_blockwise import BLOCK_BIASES, HIDDEN_LOGIT, BiasInputs, blockwise_attention
 from whatwhere.attention_choice import supported_implementations
 from whatwhere.cope_bias import GatedCoPEBias
 from whatwhere.position_plan import list_position_encodings
@@ -32,7 +32,7 @@ def reference(query, key, value, *, visible, scaling, biases, keep=None, additiv
     content = query @ key.transpose(2, 3) * scaling
     if additive is not None:
         content = content + additive
-    content = content.masked_fill(~visible, MASKED)
+    content = content.masked_fill(~visible, HIDDEN_LOGIT)
     logits = content
     for term, tensors, settings in biases:
         logits = logits + term.bias(content, query, tensors, settings)
@@ -260,7 +260,7 @@ def test_low_precision(encoding, dtype):
     groups = 2
     key, value = low.key.repeat_interleave(groups, 1), low.value.repeat_interleave(groups, 1)
     content = (low.query @ key.transpose(2, 3)).float() * low.scaling
-    content = content.masked_fill(~visible_by_segments(200, 200, None), MASKED)
+    content = content.masked_fill(~visible_by_segments(200, 200, None), HIDDEN_LOGIT)
     logits = content + sum(term.bias(content, low.query, tensors, settings) for term, tensors, settings in low.biases)
     plain = torch.softmax(logits, -1).to(dtype) @ value
     out = low.blockwise()

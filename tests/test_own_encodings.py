@@ -253,7 +253,8 @@ def test_a_command(tmp_path, monkeypatch, capsys, registered):
             *options,
         ]
     )
-    assert "t5_bias" in (tmp_path / "runs" / "t5" / "position_registry.py").read_text()
+    code = (tmp_path / "runs" / "t5" / "modeling_whatwhere_llama.py").read_text()
+    assert "from .t5_bias import T5Bias\n" in code
     # What is recorded and suggested can be run.
     program = "whatwhere --import own_bias.py --import t5_bias.py"
     assert f"Next: {program} " in capsys.readouterr().out
@@ -342,6 +343,15 @@ HEAD = "from whatwhere.position_alibi import ALiBi\n"
             f"{HEAD}from whatwhere.scripts.errors import Refused\n{CLASS}",
             r"line 2: whatwhere has no module 'whatwhere.scripts.errors' for models",
         ),
+        (
+            f"{HEAD}from whatwhere.position_base import torch\n{CLASS}",
+            r"line 2: 'whatwhere.position_base' defines no 'torch' for models",
+        ),
+        (
+            f"{HEAD}from whatwhere.vllm_plugin import register\n{CLASS}",
+            r"line 2: 'whatwhere.vllm_plugin' defines no 'register' for models",
+        ),
+        (f"{HEAD}from whatwhere.position_base import *\n{CLASS}", r"line 2: .* defines no '\*' for models"),
         (HEAD, "defines no subclass of PositionEncoding"),
         (HEAD + CLASS.replace('"own"', '"alibi"'), r"Own.name='alibi' is not valid: it is the name of ALiBi"),
         (HEAD + CLASS.replace('"own"', '"a+b"'), r"Own.name='a\+b' is not valid: it must be an identifier"),
@@ -416,6 +426,22 @@ def test_a_file_is_imported_again(tmp_path, registered):
     model.save_pretrained(tmp_path / "model")
     loaded = type(model).from_pretrained(tmp_path / "model")
     assert (loaded(ids).logits == model(ids).logits).all()
+
+
+@pytest.mark.parametrize("module", ["position_alibi", "modeling_whatwhere_llama", "modeling_whatwhere_gpt2"])
+def test_a_file_that_was_saved_is_imported(module, tmp_path, registered):
+    """From a folder of two files for either family, or from one of many files."""
+    (tmp_path / "author").mkdir()
+    (cls,) = whatwhere.import_position_encodings(write(tmp_path / "author", HEAD + CLASS))
+    saved = write(tmp_path, (HEAD + CLASS).replace("whatwhere.position_alibi", f".{module}"))
+    assert whatwhere.import_position_encodings(saved) == [cls]
+    del registered["own"], sys.modules["own_bias"]
+    (again,) = whatwhere.import_position_encodings(saved)
+    assert again is not cls
+    assert again.__mro__[1] is ALiBi
+    tiny_model("gpt2", "own").save_pretrained(tmp_path / "model")
+    code = (tmp_path / "model" / "own_bias.py").read_text(encoding="utf-8")
+    assert code == (HEAD + CLASS).replace("whatwhere.position_alibi", ".modeling_whatwhere_gpt2")
 
 
 def test_an_unknown_name_says_how_to_register():

@@ -1,6 +1,7 @@
 """What is installed, what may import what, and what must not be in the repository."""
 
 import ast
+import builtins
 import contextlib
 import graphlib
 import importlib.util
@@ -19,6 +20,7 @@ import pytest
 import whatwhere
 from processes import python
 from whatwhere.pretrained_model import NEWEST_TESTED
+from whatwhere.saved_code import FAMILIES, Part, in_order
 from whatwhere.scripts.extras import EXTRAS
 
 if sys.version_info >= (3, 11):
@@ -206,6 +208,48 @@ def test_imports_of_files_that_travel_with_a_checkpoint(path: pathlib.Path) -> N
                 assert not module.startswith("whatwhere.scripts"), f"{where}: models do not import scripts"
             elif root not in CORE and root not in sys.stdlib_module_names:
                 assert guarded, f"{where}: not in every installation; guard it with try"
+
+
+def travelling(folder: str) -> list[Part]:
+    """The parts of which the files of saved folders are made."""
+    if folder == "modeling":
+        return in_order(pathlib.Path(whatwhere.__file__).parent, *FAMILIES)
+    names = [name.replace("modeling", "configuration") for name in FAMILIES]
+    return in_order(pathlib.Path(whatwhere.configuration.__file__).parent, *names)
+
+
+def test_what_travels() -> None:
+    stay = {*STAY, "__init__.py", "continuous_batching.py", "saved_code.py"}
+    expected = {path.stem for path in MODELING if path.name not in stay}
+    expected -= {name.replace("modeling", "configuration") for name in FAMILIES}
+    assert {part.name for part in travelling("modeling")} == expected
+
+
+def test_names_are_unique_among_the_parts_of_a_saved_file() -> None:
+    found: dict[str, str] = {}
+    for part in (*travelling("modeling"), *travelling("configuration")):
+        for name in part.names - {"logger"}:
+            assert name not in found, f"{part.name} and {found[name]} define {name}"
+            assert not hasattr(builtins, name), f"{part.name} defines {name}, which is a builtin"
+            found[name] = part.name
+
+
+@pytest.mark.parametrize("folder", ["modeling", "configuration"])
+def test_imports_have_one_meaning_in_a_saved_file(folder: str) -> None:
+    parts, meaning = travelling(folder), dict[str, str]()
+    defined = {name for part in parts for name in part.names}
+    for part in parts:
+        # Imports inside functions and `try` stay where they are.
+        for node in part.imports:
+            for one in node.names:
+                name = one.asname or one.name.partition(".")[0]
+                full = f"{node.module}.{one.name}" if isinstance(node, ast.ImportFrom) else one.name
+                full = name if isinstance(node, ast.Import) and one.asname is None else full
+                assert name not in defined, f"{part.name} imports {name}, which a part defines"
+                assert meaning.setdefault(name, full) == full, f"{part.name}: {name} is {meaning[name]} elsewhere"
+        for node in ast.walk(part.tree):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                assert all(one.asname is None for one in node.names), f"{part.name}: `{ast.unparse(node)}` is left out"
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=relative)

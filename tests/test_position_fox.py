@@ -9,7 +9,7 @@ import oracles
 import whatwhere.position_fox as module
 from bias_checks import assert_same, every_head
 from tiny import causal_lm_class, key_ranges_of, position_context, tiny_config, tiny_model, tokens
-from whatwhere.attention_blockwise import MASKED, BiasInputs, blockwise_attention, join_digits
+from whatwhere.attention_blockwise import HIDDEN_LOGIT, BiasInputs, blockwise_attention, join_digits
 from whatwhere.attention_options import HeadNorm, previous_slots
 from whatwhere.forward_arguments import CACHE
 from whatwhere.modeling_whatwhere_llama import WhatWhereLlamaAttention
@@ -53,7 +53,7 @@ def test_equals_loops(mask, gate, monkeypatch):
         return oracles.fox_oracle(query[b, h], key[b, h // 2], value[b, h // 2], forget[b, h], visible, scaling)
 
     logits = query @ key.repeat_interleave(2, dim=1).transpose(2, 3) * scaling
-    logits = logits.masked_fill(~visible, MASKED)
+    logits = logits.masked_fill(~visible, HIDDEN_LOGIT)
     weights = torch.softmax(logits + FoXBias.bias(logits, query, (forget,), ()), -1) * visible.any(-1, keepdim=True)
     outs = [weights @ value.repeat_interleave(2, dim=1)]
     if subsets:

@@ -8,7 +8,12 @@ import torch
 import oracles
 import whatwhere.attention_blockwise as blockwise
 from tiny import LargestTensor, key_ranges_of, position_context
-from whatwhere.position_stick_breaking import HeadNorm, StickBreaking, StickBreakingParameters, stick_breaking_attention
+from whatwhere.position_stick_breaking import (
+    HeadGroupNorm,
+    StickBreaking,
+    StickBreakingParameters,
+    stick_breaking_attention,
+)
 
 # Parameters that take other code paths than the defaults: the contract tests run them too.
 VARIANTS = {
@@ -284,6 +289,6 @@ def test_parameters():
     assert not layer.head_bias.weight.any()
     assert (layer.norm.weight == 1).all()
     assert not layer.norm.bias.any()
-    normed = HeadNorm(4, 4)(torch.randn(2, 4, 5, 4), 0)
+    normed = HeadGroupNorm(4, 4)(torch.randn(2, 4, 5, 4), 0)
     torch.testing.assert_close(normed.mean(-1), torch.zeros(2, 4, 5), rtol=0, atol=1e-5)
     assert not list(StickBreaking(CONFIG, StickBreakingParameters(remainder="value"), 0).parameters())

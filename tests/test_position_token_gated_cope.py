@@ -9,7 +9,7 @@ import oracles
 from bias_checks import assert_same, every_head
 from tiny import LargestTensor, key_ranges_of, position_context, slow_but, tiny_model, tokens
 from whatwhere.attention_autograd import blockwise_attention_by_autograd
-from whatwhere.attention_blockwise import MASKED, join_digits, split_digits
+from whatwhere.attention_blockwise import HIDDEN_LOGIT, join_digits, split_digits
 from whatwhere.position_token_gated_cope import TokenGatedCoPE, TokenGatedCoPEParameters
 
 # What the contract tests take for the defaults: positions end within their short sequences.
@@ -60,7 +60,7 @@ def oracle(query, key, value, position_query, gates, table, visible):
 def eager(query, key, value, position_query, gates, table, visible):
     n = query.shape[1] // key.shape[1]
     logits = query @ key.repeat_interleave(n, 1).transpose(2, 3) * 0.5
-    logits = logits.masked_fill(~visible, MASKED)
+    logits = logits.masked_fill(~visible, HIDDEN_LOGIT)
     layer, context = layer_of(query, value, position_query, gates, table)
     weights = torch.softmax(logits + layer.bias(logits, query, context, 0.5), -1) * visible.any(-1, keepdim=True)
     return weights @ value.repeat_interleave(n, 1)
@@ -280,7 +280,7 @@ def test_clamped_counts_have_the_last_position_and_no_gradient():
     """Gates of 1: counts 1, 2, 2.999, 2.999, ... with four entries; nearly the last entry, and no gradient from it."""
     query, key, value, position_query, gates, table = inputs(8, 8, 4)
     gates = torch.ones_like(gates).requires_grad_()
-    logits = torch.zeros(2, 4, 8, 8, dtype=torch.float64).masked_fill(~oracles.visible_oracle(8, 8), MASKED)
+    logits = torch.zeros(2, 4, 8, 8, dtype=torch.float64).masked_fill(~oracles.visible_oracle(8, 8), HIDDEN_LOGIT)
     layer, context = layer_of(query, value, position_query, gates, table)
     bias = layer.bias(logits, query, context, 1.0)
     for j, embedding in enumerate([table[1], table[2], *[0.001 * table[2] + 0.999 * table[3]] * 6]):

@@ -1,9 +1,13 @@
 """A saved folder loads without the package, without Triton, from a folder and from a Hub-shaped cache."""
 
+import ast
+import io
 import itertools
 import json
 import pathlib
+import re
 import shutil
+import tokenize
 
 import pytest
 import torch
@@ -214,8 +218,35 @@ NEEDED = {
 ALWAYS = {
     *("attention", "attention_block", "attention_choice", "attention_engine", "attention_mask", "decoder"),
     *("forward_arguments", "model_card", "position_base", "position_modules", "position_plan", "position_registry"),
-    *("pretrained_model", "saved_code", "validation"),
+    *("pretrained_model", "validation"),
 }
+
+
+def parts_of(file):
+    """The parts of a generated file, by the names of their headings."""
+    _, *found = re.split(r"^# ----- (\w+)\.py -----\n", file.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return dict(zip(found[::2], found[1::2]))
+
+
+class WithoutImports(ast.NodeTransformer):
+    """Leaves out imports, and the logger, of which a file needs one."""
+
+    def visit_ImportFrom(self, node):
+        return None
+
+    visit_Import = visit_ImportFrom
+
+    def visit_Assign(self, node):
+        return None if ast.unparse(node.targets[0]) == "logger" else node
+
+
+def without_imports(text):
+    return ast.dump(WithoutImports().visit(ast.parse(text)))
+
+
+def comments(text):
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    return [token.string for token in tokens if token.type == tokenize.COMMENT]
 
 
 @pytest.mark.parametrize(
@@ -225,20 +256,76 @@ ALWAYS = {
         *(("llama", "rope", True), ("gpt2", "cope", True), ("llama", "pope,none", True)),
     ],
 )
-def test_saved_files_are_the_repository_s_that_are_needed(family, encoding, options, tmp_path):
+def test_a_saved_folder_has_the_parts_that_are_needed(family, encoding, options, tmp_path):
     name = encoding.split(",") if "," in encoding else encoding
     tiny_model(family, name, qk_norm=options).save_pretrained(tmp_path)
-    saved = {path.stem: path.read_text() for path in tmp_path.glob("*.py")}
     encodings = {f"position_{part}" for part in encoding.replace("+", ",").split(",")}
     modeling = {f"modeling_whatwhere_{family}", *ALWAYS, *NEEDED[encoding], *encodings}
     modeling |= {"attention_options", "head_linear"} if options else set()
     configuration = {"configuration_common", f"configuration_whatwhere_{family}"}
-    assert set(saved) == modeling | configuration
-    for folder, names in (("modeling", modeling), ("configuration", configuration)):
-        for stem in names - {"position_registry"}:
-            assert saved[stem] == (ROOT / folder / f"{stem}.py").read_text(), stem
-    imported = {line.split()[1][1:] for line in saved["position_registry"].splitlines() if line.startswith("from .")}
-    assert {stem for stem in imported if stem.startswith("position_")} == encodings
+    expected = {"modeling": modeling, "configuration": configuration}
+    assert {path.name for path in tmp_path.glob("*.py")} == {f"{folder}_whatwhere_{family}.py" for folder in expected}
+    for folder, names in expected.items():
+        file = tmp_path / f"{folder}_whatwhere_{family}.py"
+        found = parts_of(file)
+        assert set(found) == names
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        relative = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level]
+        prefix = {"llama": "WhatWhereLlama", "gpt2": "WhatWhereGPT2"}[family]
+        own = [f"from .configuration_whatwhere_{family} import {prefix}Config"]
+        assert relative == (own if folder == "modeling" else [])
+        for stem, text in found.items():
+            source = (ROOT / folder / f"{stem}.py").read_text(encoding="utf-8")
+            if stem == "position_registry":
+                continue
+            assert without_imports(text) == without_imports(source), stem
+            assert comments(text) == comments(source), stem
+        # Formatted, with sorted imports and without unused ones.
+        ignored = "E402,SIM108"
+        for command in (["check", "--ignore", ignored], ["format", "--check"]):
+            python("-m", "ruff", command[0], "--config", ROOT / "pyproject.toml", *command[1:], file)
+    tables = parts_of(tmp_path / f"modeling_whatwhere_{family}.py")["position_registry"]
+    known = re.findall(r'"(\w+)": ', tables.partition("ATTENTION_FUNCTIONS")[0])
+    assert set(known) == set(encoding.replace("+", ",").split(","))
+
+
+KERNEL_SCRIPT = """
+import sys
+import torch
+
+sys.modules["whatwhere"] = None
+from transformers import AutoModelForCausalLM
+
+ids, folder = torch.arange(3, 23)[None], sys.argv[1]
+found, ran = {}, []
+for name in ("eager", "triton"):
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, attn_implementation=name)
+    code = sys.modules[type(model).__module__]
+    launch = code.launch
+    code.launch = lambda kernel, *rest, launch=launch, **options: (
+        ran.append(kernel.fn.__module__), launch(kernel, *rest, **options)
+    )
+    loss = model(ids, labels=ids).loss
+    loss.backward()
+    found[name] = [loss.detach(), *(parameter.grad for parameter in model.parameters())]
+    code.launch = launch
+    assert bool(ran) == (name == "triton")
+assert code.INTERPRETED
+assert {*ran} == {code.__name__}
+torch.testing.assert_close(found["triton"], found["eager"], rtol=1e-4, atol=1e-5)
+model.set_attn_implementation("auto")
+compiled = torch.compile(model, backend="eager", fullgraph=True)
+with torch.no_grad():
+    torch.testing.assert_close(compiled(ids).logits, model(ids).logits)
+"""
+
+
+@pytest.mark.parametrize("encoding", ["pope", pytest.param("cope", marks=pytest.mark.slow), "fox"])
+def test_kernels_and_compilation_of_a_saved_folder(encoding, tmp_path):
+    pytest.importorskip("triton")
+    tiny_model("llama", encoding).save_pretrained(tmp_path / "saved")
+    environment = {"HF_MODULES_CACHE": str(tmp_path / "modules"), "TRITON_INTERPRET": "1"}
+    python("-c", KERNEL_SCRIPT, tmp_path / "saved", env=environment, cwd=tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -312,9 +399,8 @@ def test_folders_of_the_same_name_run_their_own_code(tmp_path):
         with torch.no_grad():
             expected[encoding] = model(same_name_worker.IDS).logits
         same_name_worker.trainer(model, tmp_path / run).train()
-    # Only a lower file differs.
     shutil.copytree(places["pope"], places["changed"])
-    code = places["changed"] / "decoder.py"
+    code = places["changed"] / "modeling_whatwhere_llama.py"
     head = "logits = self.lm_head(hidden_states[:, kept])"
     assert code.read_text().count(head) == 1
     code.write_text(code.read_text().replace(head, f"{head} * 2"))
@@ -459,4 +545,4 @@ def test_other_code_in_a_folder_is_not_overwritten(tmp_path):
     own.unlink()
     for encoding in ("pope", "rope"):
         tiny_model("llama", encoding).save_pretrained(tmp_path)
-    assert not (tmp_path / "position_pope.py").exists()
+        assert f"position_{encoding}" in parts_of(tmp_path / "modeling_whatwhere_llama.py")

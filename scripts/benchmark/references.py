@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from whatwhere.attention_blockwise import MASKED, compute_dtype
+from whatwhere.attention_blockwise import HIDDEN_LOGIT, compute_dtype
 from whatwhere.attention_mask import dense_mask
 from whatwhere.position_base import PositionContext
 from whatwhere.position_modules import PositionEncodings
@@ -64,9 +64,9 @@ def attention(
     for part in encodings.hooks["after_cache"]:
         query, key = part.after_cache(query, key, context)
     query = query[:, :, rows]
-    logits = _logits(query, key, scaling).masked_fill(~seen, MASKED)
+    logits = _logits(query, key, scaling).masked_fill(~seen, HIDDEN_LOGIT)
     if "stick_breaking" in encodings:
-        weights, _ = break_stick(logits.masked_fill(~_without_own(seen), MASKED))
+        weights, _ = break_stick(logits.masked_fill(~_without_own(seen), HIDDEN_LOGIT))
     else:
         of_rows = dataclasses.replace(
             context,
