@@ -24,7 +24,7 @@ from whatwhere.scripts.commands import push as command
 from whatwhere.scripts.data.tokenize import build_tokenizer
 from whatwhere.scripts.writing import write_json
 
-CONFIGURATION = {"configuration_common.py", "configuration_whatwhere_llama.py"}
+CONFIGURATION = {"configuration_whatwhere_llama.py"}
 TOKENIZER = {"tokenizer.json", "tokenizer_config.json"}
 
 
@@ -320,7 +320,7 @@ found["untrusted"] = refusal(AutoModelForCausalLM.from_pretrained, shared, trust
 # Somebody changes the code, and pushes it from there.
 folder = pathlib.Path(out).parent / "changed"
 snapshot_download(shared, local_dir=folder)
-code = folder / "decoder.py"
+code = folder / "modeling_whatwhere_llama.py"
 text = code.read_text()
 head = "logits = self.lm_head(hidden_states[:, kept])"
 assert text.count(head) == 1
@@ -373,7 +373,7 @@ def test_another_process_loads_by_name_and_revision(hub, author, saved, tmp_path
         assert private in found[f"private {token}"]
     *_, last = hub.repositories[shared].commits
     assert found["info"] == [False, None, "text-generation", last.oid]
-    assert last.written == ["decoder.py"]
+    assert last.written == ["modeling_whatwhere_llama.py"]
     # Another host stores the weights: it is sent no token.
     assert not [path for method, path, token in hub.requests if method == "GET" and "/storage/" in path and token]
 
