@@ -92,7 +92,7 @@ NOTHING = tl.constexpr(1e30)
 # Query rows of a window program, at most; `start` has one entry for so many rows.
 WINDOW_ROWS = 64
 # Row blocks that a program examines in one step to find those whose windows have its keys.
-SCAN = tl.constexpr(32)
+SCAN_BLOCKS = tl.constexpr(32)
 # Columns of a window program, at most.
 MOST_COLUMNS = tl.constexpr(64)
 # Fractional bits of counts, and one key.
@@ -606,13 +606,13 @@ def _window_rows(
 
 
 @triton.jit
-def _row_blocks(window, member, begin, first_row, chunk_rows, blocks, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def _window_blocks(window, member, begin, first_row, chunk_rows, blocks, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """The blocks of a chunk's rows, from the first up to but without the last, whose windows may have keys begin.."""
     count = chunk_rows // BLOCK_M
     first = count
     last = 0
-    for some in range(0, count, SCAN):
-        candidates = some + tl.arange(0, SCAN)
+    for some in range(0, count, SCAN_BLOCKS):
+        candidates = some + tl.arange(0, SCAN_BLOCKS)
         index = first_row // BLOCK_M + candidates
         known = (candidates < count) & (index < blocks)
         starts = tl.load(window.start + member * blocks + index, mask=known, other=0)
@@ -654,7 +654,9 @@ def _window_columns(
     # Most programs of a long sequence find no window with their keys.
     touched = 0
     for h in range(g * groups, (g + 1) * groups):
-        _, last_block = _row_blocks(window, b * G * groups + h, begin, first_row, chunk_rows, blocks, BLOCK_M, BLOCK_N)
+        _, last_block = _window_blocks(
+            window, b * G * groups + h, begin, first_row, chunk_rows, blocks, BLOCK_M, BLOCK_N
+        )
         touched = tl.maximum(touched, last_block)
     if touched == 0:
         return
@@ -671,7 +673,9 @@ def _window_columns(
     scale = scaling * LOG2_E
     for h in range(g * groups, (g + 1) * groups):
         of_head = b * G * groups + h
-        first_block, last_block = _row_blocks(window, of_head, begin, first_row, chunk_rows, blocks, BLOCK_M, BLOCK_N)
+        first_block, last_block = _window_blocks(
+            window, of_head, begin, first_row, chunk_rows, blocks, BLOCK_M, BLOCK_N
+        )
         for row_block in range(first_block, last_block):
             oldest = tl.load(window.start + of_head * blocks + first_row // BLOCK_M + row_block)
             if oldest < begin + BLOCK_N:
@@ -918,7 +922,7 @@ class _Pass:
         return grad_query, grad_table, grad_key, grad_value, grad_gate_key, grad_position_query, grad_relative
 
 
-def _forward(tensors: Sequence[Any], scaling: float, position_scale: float, dropout: float) -> list[torch.Tensor]:
+def _cope_forward(tensors: Sequence[Any], scaling: float, position_scale: float, dropout: float) -> list[torch.Tensor]:
     attention = _Pass(tensors, scaling, position_scale, dropout)
     window = attention.window_forward()
     parts = []
@@ -943,7 +947,7 @@ def _empty(tensors: Sequence[Any]) -> list[torch.Tensor]:
     return [out, *map(torch.empty_like, (per_row, blocks, blocks, counts, per_row))]
 
 
-def _backward(
+def _cope_backward(
     grads: Sequence[Any], tensors: Sequence[Any], results: Sequence[torch.Tensor], scaling: float,
     position_scale: float, dropout: float,
 ) -> list[torch.Tensor]:  # fmt: skip
@@ -972,7 +976,7 @@ def _backward(
     return [gradient.to(one.dtype) for one, gradient in zip(tensors, gradients) if one is not None]
 
 
-def _decode(tensors: Sequence[Any], scaling: float, position_scale: float, dropout: float) -> torch.Tensor:
+def _cope_decode(tensors: Sequence[Any], scaling: float, position_scale: float, dropout: float) -> torch.Tensor:
     """One query row a head: the heads of a group are the rows of a program."""
     query, key, value, table, gate_key, position_query, *others = tensors
     (B, H, _, D), G = query.shape, key.shape[1]
@@ -992,8 +996,8 @@ def _decode(tensors: Sequence[Any], scaling: float, position_scale: float, dropo
     )
 
 
-_SETTINGS = "float scaling, float position_scale, float dropout"
-_attention = Operator("cope", _SETTINGS, _forward, _backward, _decode, empty=_empty)
+_COPE_SETTINGS = "float scaling, float position_scale, float dropout"
+_cope_operator = Operator("cope", _COPE_SETTINGS, _cope_forward, _cope_backward, _cope_decode, empty=_empty)
 
 
 def cope_attention(
@@ -1053,4 +1057,4 @@ def cope_attention(
         raise ValueError("decay is not valid: CoPE's kernels have no gradient for it, it must not require one.")
     first = (query, key, value, table, gate_key, position_query, *(relative or (None,))[:1])
     others = (*(relative or (None,) * 3)[1:], *(decay or (None, None)), key_ranges, dropout_seed(query, dropout))
-    return _attention(first, others, scaling, position_scale, dropout)[0]
+    return _cope_operator(first, others, scaling, position_scale, dropout)[0]

@@ -1,6 +1,7 @@
 """What all Triton kernels share: matrices as arguments, products, launches and the selection of tile sizes.
 
-Imported only if Triton is installed. A kernel takes its tile sizes as constants: `BLOCK_M` query rows, `BLOCK_N` keys.
+Without Triton, kernels can be defined, but do not run. A kernel takes its tile sizes as constants: `BLOCK_M` query
+rows, `BLOCK_N` keys.
 """
 
 import dataclasses
@@ -18,7 +19,16 @@ try:
     import triton
     import triton.language as tl
 except ImportError:  # Transformers checks the imports of every file of a checkpoint, but not those in a `try`.
-    raise
+
+    def _unchanged(value: Any = None, **options: Any) -> Any:
+        return _unchanged if value is None else value
+
+    class _Absent:
+        """What the definitions of kernels need."""
+
+        constexpr = constexpr_function = jit = staticmethod(_unchanged)
+
+    triton = tl = _Absent()
 
 # Far below every logit, and far from overflow. -inf would give NaN in rows that have seen no key yet.
 MASKED = tl.constexpr(-1e30)
@@ -171,16 +181,15 @@ def _name(kernel: Any, key: tuple[Hashable, ...]) -> str:
     return f"{kernel.fn.__name__} {kernel.cache_key[:16]} {key!r} on {versions}"
 
 
-# Compilers fail in many ways: besides Triton's own errors, assertions, and the RuntimeError of a pass of LLVM.
-COMPILER_ERRORS = (triton.errors.TritonError, RuntimeError, AssertionError)
 DEVICE_ERRORS = ("Triton Error [", "CUDA error", "HIP error", "out of memory")
 
 
 def _compile(kernel: Any, arguments: Sequence[Any], constants: dict[str, Any], tiles: Tiles) -> Exception | None:
     """Compiles and loads a kernel; returns the error if it does not compile or fit. Other errors are raised."""
     try:
+        # Compilers fail in many ways: besides Triton's own errors, assertions, and the RuntimeError of a pass of LLVM.
         compiled = kernel.warmup(*arguments, **constants, **_options(tiles), grid=(1,))
-    except COMPILER_ERRORS as error:
+    except (triton.errors.TritonError, RuntimeError, AssertionError) as error:
         if any(text in str(error) for text in DEVICE_ERRORS):
             raise
         return error

@@ -33,7 +33,7 @@ from .kernel_operator import Operator
 CHUNK_ROWS = 128
 
 
-def _parts(
+def _plain_parts(
     tensors: Sequence[Any], scaling: float, dropout: float = 0.0, *, grad: bool = False, decoding: bool = False
 ) -> Iterator[tuple[slice, slice, dict[str, Any]]]:
     """Yields rows, keys and options of `kernel_flash`: one part, or with relative positions one for each chunk.
@@ -53,20 +53,20 @@ def _parts(
         yield rows, keys, {**options, "scaling": scaling, "logit_bias": logit_bias}
 
 
-def _forward(tensors: Sequence[Any], scaling: float, dropout: float) -> Sequence[torch.Tensor]:
+def _plain_forward(tensors: Sequence[Any], scaling: float, dropout: float) -> Sequence[torch.Tensor]:
     query, key, value, *_ = tensors
     parts = [
         flash_forward(query[:, :, rows], key[:, :, keys], value[:, :, keys], **options)
-        for rows, keys, options in _parts(tensors, scaling, dropout)
+        for rows, keys, options in _plain_parts(tensors, scaling, dropout)
     ]
     return parts[0] if len(parts) == 1 else [torch.cat(part, dim=2) for part in zip(*parts)]
 
 
-def _backward(
+def _plain_backward(
     grads: Sequence[Any], tensors: Sequence[Any], results: Sequence[torch.Tensor], scaling: float, dropout: float
 ) -> list[torch.Tensor]:
     (query, key, value, *decay, table), (out, lse), (grad, _) = tensors[:6], results, grads
-    parts, delta = _parts(tensors, scaling, dropout, grad=True), row_products(grad, out)
+    parts, delta = _plain_parts(tensors, scaling, dropout, grad=True), row_products(grad, out)
     if table is None:
         ((_, _, options),) = parts
         options["decay_gradient"] = decay[0] is not None
@@ -87,12 +87,12 @@ def _backward(
     return [grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), grad_table.to(table.dtype)]
 
 
-def _decode(tensors: Sequence[Any], scaling: float, dropout: float) -> torch.Tensor:
-    ((_, _, options),) = _parts(tensors, scaling, decoding=True)
+def _plain_decode(tensors: Sequence[Any], scaling: float, dropout: float) -> torch.Tensor:
+    ((_, _, options),) = _plain_parts(tensors, scaling, decoding=True)
     return flash_decode(*tensors[:3], **options)
 
 
-_attention = Operator("plain", "float scaling, float dropout", _forward, _backward, _decode)
+_plain_operator = Operator("plain", "float scaling, float dropout", _plain_forward, _plain_backward, _plain_decode)
 
 
 def plain_attention(
@@ -128,4 +128,4 @@ def plain_attention(
     learned = any(one is not None and one.requires_grad for one in both)
     first = (query, key, value, *(both if learned else (None, None)), table)
     others = (*((None, None) if learned else both), *positions, key_ranges, dropout_seed(query, dropout))
-    return _attention(first, others, scaling, dropout)[0]
+    return _plain_operator(first, others, scaling, dropout)[0]

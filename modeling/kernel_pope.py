@@ -30,7 +30,7 @@ from .kernel_launch import Tiles, block_width, heads, launch, load, pointer, tl,
 from .kernel_operator import Operator
 
 # Memory of the pairs that are made at once: as much as the query, and at least so many bytes.
-SCRATCH_BYTES = 64 << 20
+POPE_SCRATCH_BYTES = 64 << 20
 
 
 @triton.jit(do_not_specialize=["H", "T"])
@@ -109,7 +109,7 @@ def _turn(
     return turned if grad is None else (grad_features, None if parts is None else parts.sum((0, 2)))
 
 
-def _parts(tensors: Sequence[Any], dropout: float) -> Iterator[tuple[Any, ...]]:
+def _pope_parts(tensors: Sequence[Any], dropout: float) -> Iterator[tuple[Any, ...]]:
     """Yields what is computed at once: some batch entries, or some key heads of one entry with their query heads.
 
     Each takes at most the scratch memory (or is one key head): slices of batch and heads of queries, and of keys; the
@@ -119,7 +119,7 @@ def _parts(tensors: Sequence[Any], dropout: float) -> Iterator[tuple[Any, ...]]:
     query, key, value, shift, *phases, key_ranges, seed = tensors
     (B, H, Q, D), (_, G, K, _) = query.shape, key.shape
     n = H // G
-    budget = max(SCRATCH_BYTES, query.numel() * query.element_size())
+    budget = max(POPE_SCRATCH_BYTES, query.numel() * query.element_size())
     most = max(1, budget // (2 * (n * Q + K) * D * query.element_size()))
     entries, groups = (most // G, G) if most >= G else (1, most)
     shifts = shift_tables(shift)
@@ -152,9 +152,9 @@ def _join(parts: list[tuple[tuple[slice, slice], torch.Tensor]], shape: Sequence
     return whole
 
 
-def _forward(tensors: Sequence[Any], scaling: float, dropout: float) -> list[torch.Tensor]:
+def _pope_forward(tensors: Sequence[Any], scaling: float, dropout: float) -> list[torch.Tensor]:
     out, lse = [], []
-    for at, _, of_query, of_key, values, options in _parts(tensors, dropout):
+    for at, _, of_query, of_key, values, options in _pope_parts(tensors, dropout):
         part_out, part_lse = flash_forward(_turn(*of_query), _turn(*of_key), values, scaling=scaling, **options)
         out.append((at, part_out))
         lse.append((at, part_lse))
@@ -162,13 +162,13 @@ def _forward(tensors: Sequence[Any], scaling: float, dropout: float) -> list[tor
     return [_join(out, shape), _join(lse, shape[:3])]
 
 
-def _backward(
+def _pope_backward(
     grads: Sequence[Any], tensors: Sequence[Any], results: Sequence[torch.Tensor], scaling: float, dropout: float
 ) -> list[torch.Tensor]:
     (query, key, value, shift), (out, lse), (grad, _) = tensors[:4], results, grads
     queries, keys, values = [], [], []
     grad_shift = None if shift is None else shift.new_zeros(shift.shape)
-    for at, at_keys, of_query, of_key, part_value, options in _parts(tensors, dropout):
+    for at, at_keys, of_query, of_key, part_value, options in _pope_parts(tensors, dropout):
         turned, delta = (_turn(*of_query), _turn(*of_key)), row_products(grad[at], out[at])
         grad_query, grad_key, grad_value, _ = flash_backward(
             grad[at], *turned, part_value, lse[at], delta, scaling=scaling, **options
@@ -183,12 +183,12 @@ def _backward(
     return gradients if grad_shift is None else [*gradients, grad_shift]
 
 
-def _decode(tensors: Sequence[Any], scaling: float, dropout: float) -> torch.Tensor:
+def _pope_decode(tensors: Sequence[Any], scaling: float, dropout: float) -> torch.Tensor:
     query, key, value, shift, *phases, key_ranges, _ = tensors
     return flash_decode(query, key, value, scaling=scaling, key_ranges=key_ranges, polar=(*phases, shift))
 
 
-_attention = Operator("pope", "float scaling, float dropout", _forward, _backward, _decode)
+_pope_operator = Operator("pope", "float scaling, float dropout", _pope_forward, _pope_backward, _pope_decode)
 
 
 def _check(query: torch.Tensor, key: torch.Tensor, tables: Sequence[torch.Tensor], shift: Any) -> None:
@@ -239,4 +239,4 @@ def pope_attention(
     _check(query, key, phases, shift)
     shift = None if shift is None else shift.float()
     others = (*phases, key_ranges, dropout_seed(query, dropout))
-    return _attention((query, key, value, shift), others, scaling, dropout)[0]
+    return _pope_operator((query, key, value, shift), others, scaling, dropout)[0]

@@ -140,8 +140,8 @@ def little_scratch(monkeypatch):
     """Kernels compute their scratch memory in chunks of rows, or one part after the other."""
     from whatwhere import kernel_flash, kernel_pope
 
-    for module in (kernel_flash, kernel_pope):
-        monkeypatch.setattr(module, "SCRATCH_BYTES", 1)
+    monkeypatch.setattr(kernel_flash, "SCRATCH_BYTES", 1)
+    monkeypatch.setattr(kernel_pope, "POPE_SCRATCH_BYTES", 1)
     monkeypatch.setattr(kernel_flash, "SCRATCH_FACTOR", 0)
 
 

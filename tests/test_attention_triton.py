@@ -745,7 +745,7 @@ def test_plain_attention(limited, decay):
         assert row.requires_grad == trained
         close(row, truth[:, :, 16:])
     if not limited:
-        operator, others = kernel_plain._attention, [None] * 6
+        operator, others = kernel_plain._plain_operator, [None] * 6
         check_operator(operator.forward, [*inputs[:3], *(numbers or (None, None)), None], others, 0.3, 0.0)
         step = [tensor.detach() for tensor in (*step, *(of_step or ()))]
         check_operator(operator.decode, [*step, *[None] * (6 - len(step))], others, 0.3, 0.0)

@@ -475,7 +475,7 @@ def test_grids_of_many_heads():
         window = attention.window_forward()
         attention.window_backward(query, meta(*heads, 64), window)
         row = meta(*heads, 1, 16)
-        kernel_cope._decode([row, query, query, table, *[None] * 9], 0.25, 0.25, 0.0)
+        kernel_cope._cope_decode([row, query, query, table, *[None] * 9], 0.25, 0.25, 0.0)
         flash_forward(query, query, query, scaling=1.0)
         flash_backward(query, query, query, query, meta(*heads, 64), meta(*heads, 64), scaling=1.0)
         row_products(query, query)
@@ -497,7 +497,7 @@ def test_operator(separate, rotated):
     position_query = torch.randn_like(query).requires_grad_() if rotated else None
     decay = decay_of(1, 2, 20, 30) if rotated else (None, None)
     tensors, nothing = [query, key, value, table, gate_key, position_query], [None] * 2
-    forward, settings = kernel_cope._attention.forward, (0.25, 0.25, 0.0)
+    forward, settings = kernel_cope._cope_operator.forward, (0.25, 0.25, 0.0)
     check_operator(forward, [*tensors, None], [None, None, *decay, *nothing], *settings)
     relative, *positions = torch.randn(5, 16, requires_grad=True), torch.arange(10, 30)[None], torch.arange(30)[None]
     check_operator(forward, [*tensors, relative], [*positions, None, None, *nothing], *settings)
@@ -506,7 +506,7 @@ def test_operator(separate, rotated):
 def test_operator_of_decoding():
     query, *others = (one.detach() for one in inputs(1, 2, 1, 20, 30, 16)[:4])
     tensors = [query[:, :, :1], *others, *[None] * 3]
-    check_operator(kernel_cope._attention.decode, tensors, [None] * 6, 0.25, 0.25, 0.0)
+    check_operator(kernel_cope._cope_operator.decode, tensors, [None] * 6, 0.25, 0.25, 0.0)
 
 
 @pytest.mark.parametrize(

@@ -139,9 +139,9 @@ def test_in_parts(key_heads, monkeypatch):
     whole = pope_attention(*arguments, key_ranges=key_ranges, scaling=0.4)
     grad = torch.randn(whole.shape)
     gradients = torch.autograd.grad(whole, wanted(*arguments), grad)
-    monkeypatch.setattr(kernel_pope, "SCRATCH_BYTES", 1)
+    monkeypatch.setattr(kernel_pope, "POPE_SCRATCH_BYTES", 1)
     query, key, value, (*phases, shift) = arguments
-    parts = kernel_pope._parts([query, key, value, shift, *phases, key_ranges, None], 0.0)
+    parts = kernel_pope._pope_parts([query, key, value, shift, *phases, key_ranges, None], 0.0)
     assert [part_value.shape[:2] for *_, part_value, _ in parts] == [(1, key_heads)] * 6
     again = pope_attention(*arguments, key_ranges=key_ranges, scaling=0.4)
     close(again, whole)
@@ -181,7 +181,7 @@ def test_low_precision(dtype, factor):
 def test_operators(shifted, limited):
     query, key, value, (*phases, shift) = inputs((2, 2, 1, 12, 20, 16, 8), shifted=shifted)
     key_ranges = mask_of("padding", 2, 12, 20) if limited else None
-    operator = kernel_pope._attention
+    operator = kernel_pope._pope_operator
     check_operator(operator.forward, [query, key, value, shift], [*phases, key_ranges, None], 0.3, 0.0)
     one = [tensor.detach() for tensor in (query[:, :, :1], key, value)]
     first = [phases[0][:, :1], phases[1][:, :1], *phases[2:]]

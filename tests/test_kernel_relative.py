@@ -118,7 +118,7 @@ def test_chunks_of_rows(kind, little_scratch, monkeypatch):
 def test_operator(rows):
     *states, table = inputs(rows, 9, 4)
     positions = torch.arange(9 - rows, 9)[None], torch.arange(9)[None]
-    operator, others = kernel_plain._attention, [None, None, *positions, None, None]
+    operator, others = kernel_plain._plain_operator, [None, None, *positions, None, None]
     check_operator(operator.forward, [*states, None, None, table], others, 0.25, 0.0)
     if rows == 1:
         *states, table = (one.detach() for one in (*states, table))
