@@ -271,7 +271,10 @@ def model_table(config: Any) -> str:
     given["rope_parameters"] = getattr(config, "rope_parameters", None) or {}
     for key, value in given.items():
         inside = {f"{key}.{inner}": one for inner, one in value.items()} if isinstance(value, dict) else {key: value}
-        rows += [(f"`{name}`", f"`{one!r}`") for name, one in inside.items()]
+        for name, one in inside.items():
+            if one is not None:
+                text = f"[{one[0]!r}, ... ({len(one)} in all)]" if isinstance(one, list) and len(one) > 8 else repr(one)
+                rows.append((f"`{name}`", f"`{text}`"))
     return "\n".join(["| setting | value |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)])
 
 
