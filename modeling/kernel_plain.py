@@ -113,7 +113,7 @@ def plain_attention(
         key, value: (B, G, K, D) and (B, G, K, V), the same type, H a multiple of G, K at least Q, V <= D <= 2 V.
         decay: numbers c of the rows (1 or B, H, Q) and of the keys (1 or B, H, K), float64 or float32; c_i - c_j, or 0
             if that is positive, is added to the logit of row i and key j. Numbers that require a gradient have the
-            batch size B.
+            batch size B, and must not grow: their gradient does not see the 0.
         relative: relative positions: a table e (P, D) of the distances of positions, in any of the query's types, and
             the positions of rows and keys, integers (1 or B, Q) and (1 or B, K), below 2^29; scaling * q_i.e[distance]
             is added to the logits. Negative distances have the first entry, larger ones the last. Not with a decay.

@@ -399,3 +399,11 @@ def test_all_commands_tokenise_documents_by_one_function():
     assert files("add_special_tokens=") == {"data/tokenize.py"}
     users = files(r"\b(tokenize|measure)_(pieces|documents)\(")
     assert users == {"data/tokenize.py", "data/pack.py", "data/prepared.py", "evaluation/length.py"}
+
+
+def test_lm_eval_refuses_an_end_before_the_answer(tmp_path):
+    model = tiny_model("llama", "rope", vocab_size=259, bos_token_id=BOS, eos_token_id=EOS, pad_token_id=CLS)
+    model.save_pretrained(tmp_path)
+    TOKENIZERS["both"][0]().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"it ends each text with \['</s>'\], so answers would follow"):
+        zero_shot.load_scorer(str(tmp_path), Loading(), 2)

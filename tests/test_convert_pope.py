@@ -383,7 +383,7 @@ def test_the_calibration_file(tmp_path, capsys):
     refused = {
         "short.txt": ("pope", "10 tokens, 0 of them unknown words. Allowed: at least 256 tokens, at most a tenth of"),
         "text.txt": ("cope", "text.txt' has no effect: no layer is fitted"),
-        "missing.txt": ("pope", "missing.txt"),
+        "missing.txt": ("pope", "missing.txt' is not valid: it must be a text file"),
     }
     for file, (new, said) in refused.items():
         with pytest.raises(SystemExit) as exit_:

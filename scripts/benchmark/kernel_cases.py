@@ -114,7 +114,9 @@ def key_ranges_of(mask: str, batch: int, queries: int, keys: int, device: torch.
         documents = (slots[:, None] >= starts).sum(1)
         options: dict[str, Any] = {"mask_function": lambda batch, head, query, key: documents[query] == documents[key]}
     else:
-        valid = (slots % 7 != 3 if mask == "holes" else slots >= 0).repeat(batch, 1)
+        # Single keys, and where there are enough of them a whole block of rows.
+        hidden = (slots % 7 == 3) | ((slots >= 64) & (slots < 128) & (slots.numel() > 192))
+        valid = (~hidden if mask == "holes" else slots >= 0).repeat(batch, 1)
         if mask == "padding":
             # To the left in the first entry, to the right in the last.
             valid[0] &= slots >= keys // 3

@@ -62,6 +62,8 @@ def convert_folder(
     for name in position_encoding if isinstance(position_encoding, list) else [position_encoding]:
         if name is not None:
             check_name(name)
+    if calibration_file is not None and not calibration_file.is_file():
+        raise ValueError(f"calibration_file={str(calibration_file)!r} is not valid: it must be a text file.")
     check_gguf(source, gguf_file)
     with checked_loading(source):
         AutoConfig.from_pretrained(source, **gguf_options(gguf_file))

@@ -12,7 +12,7 @@ rank 2. They are fitted by least squares.
 The error of a score changes the attention of a row by its variance under the weights of the row: half of it is the
 divergence of the two attentions (to second order). This variance, averaged over the rows of a text, is a quadratic form
 of the error of X, the `metric`. A text has only some distances, so the form of independent queries and keys at
-distances up to the trained length is added with a small factor.
+distances up to the trained length is added with the factor 0.03.
 
 No approximation of rank 2 is the best one (de Silva and Lim 2008, math/0607647): channels with ever larger scores,
 which cancel, come ever nearer. A ridge on the squares of their scores limits them.
@@ -43,9 +43,9 @@ _STEPS, _SIZE, _STARTS = 200, 0.05, 8
 _FLOOR = 1e-3
 
 
-def rope_tensor(dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """Returns X of RoPE's score of a pair: (2, 2, 2)."""
-    tensor = torch.zeros(2, 2, 2, dtype=dtype)
+def rope_tensor() -> torch.Tensor:
+    """Returns X of RoPE's score of a pair: float64 (2, 2, 2)."""
+    tensor = torch.zeros(2, 2, 2, dtype=torch.float64)
     tensor[0, 0, 0] = tensor[1, 1, 0] = tensor[0, 1, 1] = 1
     tensor[1, 0, 1] = -1
     return tensor
@@ -59,7 +59,7 @@ class Fit:
         query: a, (H, P, C, 2).
         key: b, (G, P, C, 2), of the size of the pair.
         delta: (H, P, C), in radians.
-        error: the share of the metric's square of RoPE's scores that is lost, over all pairs of a layer.
+        error: the share of the variance of RoPE's scores, by the metric, that is lost in all pairs of a layer.
     """
 
     query: torch.Tensor
@@ -199,7 +199,7 @@ def fit(
     problem = _Problem(metric / (size + floor)[..., None, None], key_root, phase_root, bases, use_delta)
     angles = problem.solve()
     with torch.no_grad():
-        query, key, phase = problem.directions(*angles)[:3]
+        query, key, phase = problem.channels(*angles)[:3]
     query, key, phase = query[0], key[0], phase[0]
     delta = torch.atan2(phase[..., 1], phase[..., 0])
     query = query * phase.norm(dim=-1)[..., None]
@@ -259,8 +259,12 @@ class _Problem:
         shapes = [(G, P, 2), (G, n, P, 2)] if self.bases is None else [(G, P, 1), (G, n, P, 2), (G, n, P, 1)]
         return [math.pi * torch.rand(_STARTS, *shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
-    def directions(self, key: torch.Tensor, phase: torch.Tensor, *query: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Returns a (S, G, n, P, C, 2), b (S, G, P, C, 2), (cos, sin) of delta times a size, and the errors."""
+    def channels(self, key: torch.Tensor, phase: torch.Tensor, *query: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Returns the channels that angles give, with the best sizes: a, b, delta, and their errors.
+
+        The shapes are (S, G, n, P, C, 2), (S, G, P, C, 2), (S, G, n, P, C, 2), the cosine and sine of delta times a
+        size, and (S, G, n, P). For the angles see `_starts`.
+        """
         phases = torch.einsum("pmM,sgnpcM->sgnpcm", self.phase_root, _unit(phase))
         if not self.use_delta:
             phases = torch.tensor([1.0, 0.0], dtype=torch.float64).expand(phases.shape)
@@ -295,13 +299,13 @@ class _Problem:
         for step in range(_STEPS):
             if step == _STEPS // 4:
                 with torch.no_grad():
-                    best = self.directions(*angles)[-1].sum(2).argmin(0)
+                    best = self.channels(*angles)[-1].sum(2).argmin(0)
                     angles = [_chosen(one, best).requires_grad_() for one in angles]
                 optimizer = torch.optim.Adam(angles, lr=_SIZE)
             if step == _STEPS * 3 // 4:
                 optimizer.param_groups[0]["lr"] = _SIZE / 5
             optimizer.zero_grad()
-            self.directions(*angles)[-1].sum().backward()
+            self.channels(*angles)[-1].sum().backward()
             optimizer.step()
         return [one.detach() for one in angles]
 

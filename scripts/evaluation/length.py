@@ -316,7 +316,7 @@ def _missing(
     trained_on: Collection[str],
 ) -> tuple[list[Measurement], int]:
     """Returns what is not measured yet, and how many are; adds an entry to `results` for each curve."""
-    from ..data.tokenize import about_changes, begins_with_bos, token_unit
+    from ..data.tokenize import about_changes, around_document, begins_with_bos, token_unit
 
     # Raises errors before the first model is loaded.
     wanted = [parse_windows(lengths, curve.trained_length) for curve in curves]
@@ -329,7 +329,7 @@ def _missing(
         begin = window_begin(tokenizer) if results.data["bos_windows"] else None
         # Compared checkpoints often share a tokenizer: tokenise once.
         backend = getattr(tokenizer, "backend_tokenizer", None)
-        key = curve.checkpoint if backend is None else f"{tokenizer.eos_token_id} {backend.to_str()}"
+        key = curve.checkpoint if backend is None else f"{around_document(tokenizer)} {backend.to_str()}"
         if key not in tokenised:
             tokenised[key] = tokenise(tokenizer, texts(), results.data, every)
         text = tokenised[key]
